@@ -118,6 +118,7 @@ def open_run(
     saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
     """Open a classifier, see `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
+    # Not of a folder of publish or timm, which is opened whole, because its config.json is read, too.
     ema_of_run = weights == "ema" and (run_of(path) / CONFIG).is_file()
     file = path
     if weights == "model" or ema_of_run:

@@ -204,12 +204,12 @@ class Evaluation:
         self.loop = loop
         self.images = images
         if loop.ema:
-            self.take("ema")
+            self.select_weights("ema")
         else:
-            self.take("model")
+            self.select_weights("model")
 
-    def take(self, weights: str) -> None:
-        """Validate the weights "ema" or "model" from now on."""
+    def select_weights(self, weights: str) -> None:
+        """Select the weights, "ema" or "model", that are validated from now on."""
         self.weights = weights
         if weights == "ema":
             self.model = self.loop.ema.module
@@ -219,7 +219,7 @@ class Evaluation:
             self.task = self.loop.task
 
     def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
-        """Score the weights that `take` has set, see `scores.validate`."""
+        """Score the weights that `select_weights` chose, see `scores.validate`."""
         loop = self.loop
         data = loop.config.data
         with loop.setup.errors((BadData,), every_rank=True):
@@ -232,15 +232,15 @@ class Evaluation:
         return validated
 
     def judge_better(self) -> tuple[tuple[dict, HeadLoad, torch.Tensor], dict]:
-        """Validate the EMA and the last weights, and take the better ones.
+        """Validate the EMA and the last weights, and select the better ones.
 
         Returns:
             validated: as `validate`, of the better weights.
-            worse: some scores of the worse weights, by their key in results.json.
+            worse: some scores of the worse weights, under their key in results.json.
         """
         loop = self.loop
         averaged = self.validate()
-        self.take("model")
+        self.select_weights("model")
         last = self.validate()
         by_weights = dict(ema=averaged, model=last)
         better = "ema"
@@ -248,7 +248,7 @@ class Evaluation:
         if last[0]["top1"] > averaged[0]["top1"]:
             better = "model"
             worse = "ema"
-        self.take(better)
+        self.select_weights(better)
         self.log(by_weights[better][0])
         worse_scores = by_weights[worse][0]
         named = dict(ema=loop.averaged, model="the last weights")

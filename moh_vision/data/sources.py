@@ -51,7 +51,7 @@ class Source:
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Number of images in each shard, see `order.epoch_order`. By default all images are one shard."""
+        """Return the number of images in each shard, see `order.epoch_order`; by default all are one shard."""
         return (len(self),)
 
     def where(self, name: int | str) -> str:

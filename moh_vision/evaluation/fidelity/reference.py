@@ -51,7 +51,7 @@ class Reference:
 
     @cached_property
     def sha256(self) -> str | None:
-        """SHA-256 of the source file; None for a folder, a data set or a tensor."""
+        """Return the SHA-256 of the source file; None for a folder, a data set or a tensor."""
         if self.path is None or not self.path.is_file():
             return None
         return sha256_of(self.path)

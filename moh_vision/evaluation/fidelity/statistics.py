@@ -71,6 +71,7 @@ class Moments:
         return self.mean, self.scatter / max(self.count - 1, 1)
 
     def _flush(self) -> None:
+        """Add the waiting features to mean and scatter."""
         if self.waiting:
             x = torch.cat(self.waiting)  # [ROWS or more, F]
             self.waiting = []
@@ -79,6 +80,7 @@ class Moments:
             self._merge(len(x), mean, x.T @ x)
 
     def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        """Add `count` images with this mean and scatter."""
         if count > 0:
             total = self.count + count
             delta = mean - self.mean
@@ -110,12 +112,12 @@ class ClassScore:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user on how the splits affect the score."""
-        return [note for note in (self.short, self.sorted) if note]
+        """Return notes for the user on how the splits affect the score."""
+        return [note for note in (self.short_split_note, self.order_note) if note]
 
     @property
-    def sorted(self) -> str | None:
-        """A note if the images come class by class, else None.
+    def order_note(self) -> str | None:
+        """Return a note if the images are not in mixed order, such as sorted by class; else None.
 
         Splits lower the logarithm of the score by KL(p(y) of a split || p(y) of all images), averaged over the splits.
         In mixed order, chance alone makes this about (classes - 1)(splits - 1) / 2N (half a chi-squared variable, by N).
@@ -138,8 +140,8 @@ class ClassScore:
         )
 
     @property
-    def short(self) -> str | None:
-        """A note if the last split is smaller than the others, else None."""
+    def short_split_note(self) -> str | None:
+        """Return a note if the last split is smaller than the others; else None."""
         last = max(self.splits)
         count = int(self.splits[last][0])
         if last == 0 or count == SPLIT:
