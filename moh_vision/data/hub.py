@@ -31,9 +31,7 @@ def hub_split(root: str, names: Sequence[str], key: str = "data.root"):
         raise ValueError(f"{key} {root}: {error}") from None
     split = next((s for s in names if s in splits), None)
     if split is None:
-        raise ValueError(
-            f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}"
-        )
+        raise ValueError(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
     return splits[split], f"{root}, split {split}"
 
 
@@ -106,9 +104,7 @@ class HubDataset(ImageSource):
                 f"{self.root}: no {title} column among {columns}, so that the images are without classes; {choose}"
             ]
             return None
-        raise ValueError(
-            f"{self.named}: {len(names)} {title} columns among {columns}; {choose}"
-        )
+        raise ValueError(f"{self.named}: {len(names)} {title} columns among {columns}; {choose}")
 
     def _take_labels(self, table, column: str, datasets) -> None:
         """Read class numbers and names from a column of class labels, whole numbers or texts."""

@@ -113,7 +113,9 @@ class ShardWriter:
             if name in self.plan and (self.out / name).exists()
         }
         if existing:
-            say(f"{self.split}: {len(existing)} of {len(self.plan)} shards are there, checking them")
+            say(
+                f"{self.split}: {len(existing)} of {len(self.plan)} shards are there, checking them"
+            )
         with ThreadPoolExecutor(threads) as pool:
             sums = dict(zip(existing, pool.map(lambda name: sha256_of(self.out / name), existing)))
         for name, sha256 in sums.items():

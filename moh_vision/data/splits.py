@@ -18,7 +18,9 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
 
 RECORD = "data.json"
-LOOKED_AT = 64  # number of images of a split, evenly spread, that are checked for transparent pixels
+LOOKED_AT = (
+    64  # number of images of a split, evenly spread, that are checked for transparent pixels
+)
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -55,9 +57,7 @@ def open_source(root: str, split: str, key: str = "data.root") -> ImageSource:
             f"{split}/CLASS/*.jpg, hfds/NAME, or digits; URLs of shards go into data.stream)"
         )
     if is_latent_cache(root, split):
-        raise ValueError(
-            f"{key} {root}: latents, which train_dit.py reads; images are needed here"
-        )
+        raise ValueError(f"{key} {root}: latents, which train_dit.py reads; images are needed here")
     folder = split_folders(root).get(split)
     if folder:
         return ImageFolder(folder, Path(root).name)
@@ -182,7 +182,9 @@ def say_transparent(named: str, sources: dict[str, Source], say: Callable) -> No
 def _is_transparent(source: ImageSource, index: int) -> bool:
     try:
         return is_transparent(source.read(index))
-    except Exception:  # of any class, as decoders raise them; the run itself reports unreadable images
+    except (
+        Exception
+    ):  # of any class, as decoders raise them; the run itself reports unreadable images
         return False
 
 
@@ -232,7 +234,9 @@ class DataRecord:
             same_classes = all(
                 recorded[split]["classes"] == self.splits[split]["classes"] for split in changed
             )
-        except Exception as error:  # of any class: a damaged record may lack a key or hold another type
+        except (
+            Exception
+        ) as error:  # of any class: a damaged record may lack a key or hold another type
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
