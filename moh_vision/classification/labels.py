@@ -92,9 +92,8 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
         columns = [int(column) for column in listing.split()]
     classes = imagenet_names(with_classes(root, source).classes)
     # V2's folders are called by class numbers and were sorted as texts (0, 1, 10, 100, ...), so sort their synsets.
-    ranks = np.argsort(
-        np.argsort(classes)
-    )  # class number in the folder -> rank among the sorted names
+    # ranks: class number in the folder -> rank among the sorted names.
+    ranks = np.argsort(np.argsort(classes))
     images = Relabelled(source, range(len(source)), ranks[source.labels], columns)
     expected = images.classes
     images.classes = sorted(classes)

@@ -280,9 +280,8 @@ class Evaluation:
             scores, load, predictions = self.judge()
         if loop.elastic:
             scores["by_share"], first_load = self.score_shares(scores)
-            if (
-                not load.choosing()
-            ):  # at the largest share all heads may run: no router has a choice
+            # At the largest share all heads may run: then no router has a choice.
+            if not load.choosing():
                 load = first_load
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)

@@ -65,9 +65,8 @@ def image_files(folder: Path, prefix: str = "") -> tuple[list[str], list[tuple[s
             if entry.is_dir() or name.endswith(IMAGES):
                 left_out.append((path, "hidden"))
         elif name.endswith(IMAGES):
-            refuse_special(
-                entry
-            )  # lets a dangling link pass: it is unreadable, and reported when it is read
+            # A dangling link passes: it is reported as unreadable when it is read.
+            refuse_special(entry)
             images.append(path)
         else:
             left_out.append((path, os.path.splitext(name)[1] or "without an ending"))

@@ -42,7 +42,7 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
             files = sorted(parts_path(path).glob("*.json"))
             entries = [json.loads(file.read_text("utf-8")) for file in files]
         record["shards"] = {entry["shard"]: _checked(entry) for entry in entries}
-    except Exception as error:  # of any class: a damaged record may lack a key or hold another type
+    except Exception as error:  # a damaged record may lack a key or hold another type
         raise ValueError(
             f"{path} is not a record of shards that can be read: {reason_of(error)}"
         ) from None

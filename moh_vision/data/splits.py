@@ -18,9 +18,7 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
 
 RECORD = "data.json"
-LOOKED_AT = (
-    64  # number of images of a split, evenly spread, that are checked for transparent pixels
-)
+LOOKED_AT = 64  # images of a split, evenly spread, that are checked for transparent pixels
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -182,9 +180,7 @@ def say_transparent(named: str, sources: dict[str, Source], say: Callable) -> No
 def _is_transparent(source: ImageSource, index: int) -> bool:
     try:
         return is_transparent(source.read(index))
-    except (
-        Exception
-    ):  # of any class, as decoders raise them; the run itself reports unreadable images
+    except Exception:  # decoders raise any class; unreadable images are reported by the run itself
         return False
 
 
@@ -234,9 +230,7 @@ class DataRecord:
             same_classes = all(
                 recorded[split]["classes"] == self.splits[split]["classes"] for split in changed
             )
-        except (
-            Exception
-        ) as error:  # of any class: a damaged record may lack a key or hold another type
+        except Exception as error:  # a damaged record may lack a key or hold another type
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None

@@ -154,9 +154,7 @@ class ShardStream(Source):
         `start` is the step from which the run resumes; `parts` is the number of processes x workers.
         """
         stream_seed = derive_seed(seed, start, Stream.SHARDS)
-        copies = -(
-            -parts // len(self.urls)
-        )  # a worker without a shard would make all processes wait
+        copies = -(-parts // len(self.urls))  # rounded up: a worker without a shard would block all
         shuffled = webdataset.shuffle(BUFFER, seed=stream_seed)
         return shuffled(self._passes(self.urls * copies, stream_seed))
 
@@ -266,9 +264,7 @@ class StreamedFile:
     def close(self) -> None:
         file = self._file
         self._file = None
-        with contextlib.suppress(
-            OSError
-        ):  # closing a `Pipe` ends its command, and raises its exit code
+        with contextlib.suppress(OSError):  # closing a `Pipe` raises its command's exit code
             if file:
                 file.close()
 

@@ -233,10 +233,7 @@ def _inception_file(weights: str | Path | None) -> Path:
         torch.hub.download_url_to_file(
             URL_INCEPTION_V3, str(file), hash_prefix=PUBLISHED_SHA256, progress=False
         )
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # RuntimeError: the file that was fetched has another sha256
+    except (OSError, RuntimeError) as error:  # RuntimeError: what was fetched has another sha256
         raise FileNotFoundError(
             f"the weights of Inception, {PUBLISHED}, are neither at {file} nor could they be fetched from "
             f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path: "

@@ -155,9 +155,7 @@ class ImageArchive(ImageSet):
     def read(self, first: int, stop: int) -> np.ndarray:
         image_bytes = math.prod(self.shape)
         count = stop - first
-        if (
-            first < self.next
-        ):  # reopen rather than seek, after which zipfile no longer checks the CRC
+        if first < self.next:  # reopen rather than seek: after a seek zipfile checks no CRC
             self.file, _ = open_array(Path(self.name), "arr_0")
             self.next = 0
         try:
