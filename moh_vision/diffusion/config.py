@@ -8,7 +8,7 @@ from typing import Literal
 from moh_vision.common.errors import nearest
 from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
-from moh_vision.diffusion.sampling import sampler_for
+from moh_vision.diffusion.schedulers import sampler_for
 from moh_vision.engine.config import (
     MAX_SEED,
     HeadBudgets,
