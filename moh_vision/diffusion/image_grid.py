@@ -24,7 +24,7 @@ from moh_vision.diffusion.sampling import to_uint8
 
 CELL = 48  # pixels: small images are enlarged to about this height
 GAP = 2  # pixels between images
-NAME_WIDTH = 16  # characters: names beside a row are not wrapped into shorter lines
+NAME_WIDTH = 16  # characters: names beside rows are wrapped at this width, or at a larger one
 LINE_GAP = 2  # pixels between the lines of a name
 SHOWN = 8  # number of images whose denoising is shown
 MOMENTS = {".png": 8, ".gif": 25}  # number of steps that are shown, at most
@@ -178,8 +178,12 @@ def image_grid(
     names = [drawable(name, font) for name in names]
     texts = _in_lines(names, height // (sum(font.getmetrics()) + LINE_GAP))
     lengths = [font.getlength(line) for text in texts for line in text.splitlines()]
-    margin = int(max(lengths)) + 4 * GAP if lengths else 0
-    top = sum(font.getmetrics()) + GAP if above else 0
+    margin = 0  # pixels to the left of the images
+    if lengths:
+        margin = int(max(lengths)) + 4 * GAP
+    top = 0  # pixels above the images
+    if above:
+        top = sum(font.getmetrics()) + GAP
     size = (margin + columns * (width + GAP) + GAP, top + rows * (height + GAP) + GAP)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):

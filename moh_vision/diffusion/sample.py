@@ -66,7 +66,7 @@ SAMPLING = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    held = contextlib.ExitStack()
+    held = contextlib.ExitStack()  # keeps the folder locked and the attention settings in force
     with user_errors(NAME):
         config = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)

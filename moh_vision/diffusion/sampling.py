@@ -76,7 +76,7 @@ class Guidance:
             raise ValueError(f"class_labels {outside[:5]} are out of range: {allowed}")
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 
-        def guided(x: Tensor, t: Tensor) -> Tensor:
+        def predict_guided(x: Tensor, t: Tensor) -> Tensor:
             applies = self.scale != 1 or self.weak_scale != 1
             if applies:
                 low, high = self.interval
@@ -94,10 +94,10 @@ class Guidance:
                 out = torch.cat([out[:, :n] + (self.weak_scale - 1) * away, out[:, n:]], dim=1)
             return out
 
-        return guided
+        return predict_guided
 
     def guided(self, channels: int) -> int:
-        """Return how many of the channels are guided."""
+        """Return how many of `channels` channels are guided."""
         if self.channels is None and channels == 4:
             return 3
         if self.channels in (None, "all"):
@@ -155,11 +155,11 @@ def _fewer_heads(model: nn.Module, guide: str) -> list:
     if word != "heads":
         raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
     budgets = budgets_at(model, share)
-    few = sum(budget.active for budget in budgets)
+    asked = sum(budget.active for budget in budgets)
     running_now = sum(budget.active for budget in layer_budgets(model))
-    if few >= running_now:
+    if asked >= running_now:
         raise ValueError(
-            f"that is {few} heads, and the model runs {running_now}: give a smaller share"
+            f"that is {asked} heads, and the model runs {running_now}: give a smaller share"
         )
     return budgets
 
@@ -190,7 +190,8 @@ def denoise(
         generators: one per image.
         on_step: called with (step, t, x) after every step; returns None, or a tensor that replaces x.
     """
-    set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers keep state
+    # Start over: multistep solvers keep predictions of the last sampling.
+    set_steps(scheduler, scheduler.num_inference_steps)
     uses_variance = uses_learned_variance(scheduler)
     options = step_options(scheduler, generators)
     channels = x.shape[1]
@@ -203,9 +204,9 @@ def denoise(
             out = out[:, :channels]
         x = scheduler.step(out, t, x, **options).prev_sample
         if on_step is not None:
-            changed = on_step(step, t, x)
-            if changed is not None:
-                x = changed
+            replacement = on_step(step, t, x)
+            if replacement is not None:
+                x = replacement
         refuse_not_finite(x, f"step {step + 1} of {len(scheduler.timesteps)}")
     return x
 

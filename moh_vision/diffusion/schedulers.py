@@ -80,7 +80,7 @@ def objective_of(scheduler: SchedulerMixin) -> str:
 
 
 def shift_of(scheduler: SchedulerMixin) -> float:
-    """Return how far a scheduler's steps are shifted towards the noise; 1 if they are not."""
+    """Return the factor that shifts a flow scheduler's steps towards the noise; 1 if there is no shift."""
     config = scheduler.config
     return config.get("shift", config.get("flow_shift", 1.0))
 
@@ -107,7 +107,7 @@ def make_scheduler(
         num_steps: number of steps.
         learned_variance: the model also predicts the variance, as an interpolation; "ddpm" uses it.
         clip: clip the predicted image to [-1, 1]: for pixels, not for latents; ignored for flow.
-        shift: how far flow's steps are shifted towards the noise; take the shift of the training.
+        shift: factor that shifts the steps of a flow towards the noise; take the one of the training.
     """
     if sampler not in SAMPLERS:
         raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
@@ -139,7 +139,7 @@ def make_scheduler(
 
 
 def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
-    """Set the number of steps and forget the last sampling; refuse steps that would begin far from noise."""
+    """Set the number of steps and reset the scheduler's state; refuse steps that would begin far from noise."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     total = scheduler.config.num_train_timesteps
@@ -166,7 +166,10 @@ def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> Schedule
 
     Args:
         scheduler: may have been made by `from_config` of another class.
-        learned_variance: whether the model predicts the variance; a scheduler that needs it is refused if not.
+        learned_variance: whether the model predicts the variance.
+
+    Raises:
+        ValueError: if the scheduler needs a learned variance, and the model does not predict it.
     """
     from diffusers import DDIMScheduler
 

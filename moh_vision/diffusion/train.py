@@ -127,6 +127,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
+        """Move a batch to the device, add the teacher's tokens, and encode images if there is a VAE."""
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
         targets = {}
         if teacher:
