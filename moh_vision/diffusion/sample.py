@@ -41,7 +41,7 @@ from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
-from moh_vision.engine.attention_record import keep_settings
+from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
@@ -84,13 +84,14 @@ def main(argv: list[str] | None = None) -> None:
         )
         # `by_main` waits for all ranks, so every rank has checked the existing outputs before one writes.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
-        kept = keep_settings(parts.folder, accelerator, held)
-        if kept and kept.settle(build=True):
-            raise ValueError(
-                f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over"
-            )
-        if kept:
-            by_main(lambda: kept.save(parts.folder), accelerator)
+        attention_record = keep_settings(parts.folder, accelerator, held)
+        if attention_record:
+            refused = attention_record.settle(build=True)
+            if refused:
+                raise ValueError(
+                    f"{parts.folder} was begun otherwise: {'; '.join(refused)}; delete it to start over"
+                )
+            by_main(lambda: attention_record.save(parts.folder), accelerator)
     if config.save_pipeline and accelerator.is_main_process:
         drawing.pipe.save_pretrained(config.save_pipeline)
         say(f"pipeline: {config.save_pipeline}, weights of {metadata['weights']}")
@@ -103,8 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     denoising = None
     if config.denoising:
         denoising = Denoising(config.denoising, len(drawing.pipe.scheduler.timesteps))
-    if kept and kept.table is None:
-        drawing.measure(parts, kept)
+    if attention_record and attention_record.table is None:
+        drawing.measure(parts, attention_record)
     load = drawing.draw(parts, denoising)
     accelerator.wait_for_everyone()
 
@@ -286,8 +287,8 @@ class Drawing:
         low, high = config.cfg_interval
         steps = self.pipe.scheduler.num_inference_steps
         text = f"{config.sampler} {steps} steps, {config.guidance}"
-        guided = config.cfg_scale != 1 or config.guide
-        if guided and (low, high) != (0, 1):
+        is_guided = config.cfg_scale != 1 or config.guide
+        if is_guided and (low, high) != (0, 1):
             text += f" between {low:g} and {high:g} of the timesteps"
         return text
 
@@ -329,11 +330,8 @@ class Drawing:
 
         return forward
 
-    def measure(self, parts: ImageParts, kept) -> None:
-        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute.
-
-        `kept`, an `AttentionRecord`, keeps the measurements.
-        """
+    def measure(self, parts: ImageParts, attention_record: AttentionRecord) -> None:
+        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute."""
         calls: dict = {}
         model = self.pipe.transformer
         todo = len(parts.missing(self.accelerator))
@@ -342,7 +340,9 @@ class Drawing:
         guided_size = size if self.config.cfg_scale == 1 else 2 * size
         passes = [(model, self.one_pass(guided_size))]
         if self.weak:
-            weak = model if isinstance(self.weak, str) else self.weak
+            weak = self.weak
+            if isinstance(weak, str):  # "heads:SHARE": the model itself, with fewer heads
+                weak = model
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
 
         def seconds_of_step() -> float:
@@ -359,7 +359,7 @@ class Drawing:
                 return {}, ""
             return measured_table(calls, step)
 
-        kept.measure(table, parts.folder, self.accelerator)
+        attention_record.measure(table, parts.folder, self.accelerator)
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw the missing images of this rank into `parts`.
@@ -371,15 +371,15 @@ class Drawing:
         accelerator = self.accelerator
         names = [*self.names]
         if config.cfg_scale != 1 or not self.names:
-            names.append("none")
+            names.append("none")  # heads also run for the label "no class"
         # Distinct timesteps in order: Heun's scheduler lists most of them twice.
         timesteps = list(dict.fromkeys(pipe.scheduler.timesteps.tolist()))
-        number_of = {t: number for number, t in enumerate(timesteps)}
+        index_of_timestep = {t: index for index, t in enumerate(timesteps)}
         groups = {"class": names, "timestep": [f"{t:g}" for t in timesteps]}
         load = HeadLoad(head_budget(pipe.transformer)["layers"], groups)
 
         def count(stats: list, labels: Tensor, t: Tensor) -> None:
-            load.add(stats, labels, number_of[t[0].item()])
+            load.add(stats, labels, index_of_timestep[t[0].item()])
 
         todo = parts.missing(accelerator)
         assigned = len(range(accelerator.process_index, parts.count, accelerator.num_processes))
@@ -395,6 +395,7 @@ class Drawing:
 
             def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
                 progress.add()
+                # `numbers` is set by the loop below: the images of the batch that is being drawn.
                 if denoising and numbers.start == 0:
                     denoising.add(pipe, step, inputs["latents"])
 
