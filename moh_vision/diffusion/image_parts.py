@@ -33,10 +33,10 @@ class ImageParts:
         self.folder = parent / f".samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self.total = total
         self.batch_size = batch_size
-        self.endings = [IMAGES]
+        self.endings = [IMAGES]  # of the files of a batch
         if counted:
             self.endings.append(SUMS)
-        self.count = -(-total // batch_size)
+        self.count = -(-total // batch_size)  # number of batches
         try:
             write_whole(self.folder / "settings.json", text + "\n", shared=True)
         except OSError as error:

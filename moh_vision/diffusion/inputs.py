@@ -41,8 +41,7 @@ def open_inputs(
 
     Args:
         root: as data.root.
-        vae: name or folder of a VAE; "none": train on pixels. With stored latents, the VAE is only compared with
-            the latents' VAE, if it is on this machine.
+        vae: name or folder of a VAE; "none": train on pixels. With stored latents, see `CachedInputs`.
         img_size: side of the images in pixels; None: the source's own, or 256 with a VAE.
         augment: as data.augment.
         device: where the VAE goes.
@@ -126,8 +125,8 @@ class CachedInputs(PixelInputs):
     Args:
         source: the stored latents.
         root: the folder of the latents, for messages.
-        vae: name or folder of a VAE, which must equal the VAE of the latents; "none": look for the VAE of the
-            latents when something is to be decoded.
+        vae: name or folder of a VAE that is to decode samples, and must equal the VAE of the latents; it is loaded
+            at once if it is on this machine. "none": load the VAE of the latents when samples are to be decoded.
         img_size: None, or the side of the images that were encoded.
         augment: "none" or "flip".
     """

@@ -42,7 +42,7 @@ TABLE = "embedding_table.weight"  # the name of a label table ends so
 def find_checkpoint(config: SampleConfig) -> None:
     """Refuse a --checkpoint that is neither a path that exists nor the name of a model with published weights.
 
-    For such a name, `config.model` becomes the name too, if it was left out.
+    If --checkpoint is such a name, set `config.model` to it, unless another model is given.
     """
     name = config.checkpoint
     is_model_name = (
@@ -69,7 +69,7 @@ def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
         raise ValueError(
             f"--weights {config.weights} has no effect: {path} is a saved pipeline, which holds one kind"
         )
-    # Neither a folder with only a config.json nor such a file names the model.
+    # A folder with only a config.json, or a file of these types, does not say which model it holds.
     is_unnamed = found == {"config.json"} or path.suffix in (".pt", ".pth", ".bin")
     if not config.model and is_unnamed:
         raise ValueError(
@@ -212,12 +212,12 @@ def open_guide(
             ("objective", metadata["objective"], objective),
             ("VAE", _sha256(metadata["vae"]), _sha256(vae)),
         ]
-    weak_predict(model, opened, f"{key} {guide}", must_agree)
+    weak_predict(model, opened, f"{key} {guide}", must_agree)  # called for its checks alone
     return opened
 
 
 def _sha256(vae) -> str | None:
-    """Return the hash of a VAE: a module, the dict of a `LatentSpace`, or None."""
+    """Return the hash of a VAE that is given as a module, as the dict of a `LatentSpace`, or as None."""
     if vae is None:
         return None
     if isinstance(vae, nn.Module):

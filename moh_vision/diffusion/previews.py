@@ -147,7 +147,7 @@ class Previews(Samples):
     """Draws pictures into RUN/previews/step_N.png."""
 
     def draw(self, model: nn.Module, loop) -> None:
-        """Draw a grid, which the rank with the log writes and logs; a failure is counted, not raised."""
+        """Draw samples on every rank; the rank with the log writes and logs them. A failure is counted, not raised."""
         config = self.config
         log = loop.log
         path = loop.folder / "previews" / f"step_{loop.done}.png"
@@ -176,7 +176,8 @@ class Previews(Samples):
         if config.classes or (config.columns is None and few_classes):
             labels = self.labels(range(config.images))
             classes = self.classes.tolist()
-            draw_class_rows(images.__getitem__, labels, classes, config.images, path, self.names)
+            columns = config.images  # no limit: each row takes the images that its class has
+            draw_class_rows(images.__getitem__, labels, classes, columns, path, self.names)
         else:
             draw_image_grid(images, min(config.columns or COLUMNS, config.images), path)
 

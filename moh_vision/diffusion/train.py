@@ -210,7 +210,7 @@ def trained_objective(source: str) -> str:
 
 
 def objective_said(config: dict) -> str:
-    """Return a configuration's objective as text; for a flow that does not predict the velocity, also what it predicts."""
+    """Return a configuration's objective as text, with what a flow predicts if that is not the velocity."""
     name = config.get("objective", "noise")
     predict = (config.get("flow") or {}).get("predict", "velocity")
     if name == "noise" or predict == "velocity":

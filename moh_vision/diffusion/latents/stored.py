@@ -86,7 +86,7 @@ class LatentCache(ImageSource):
         self.labels = _read_labels(labels_path(folder, split), len(self), len(self.classes))
 
     def check_sums(self) -> None:
-        """Raise ValueError if the SHA-256 of a shard is not the recorded one; see `moh_vision.data.records.check_sums`."""
+        """Raise ValueError if a shard does not have its recorded SHA-256; see `moh_vision.data.records.check_sums`."""
         shards = self.record["shards"]
         sums = {path.name: ([path], shards[path.name]["sha256"]) for path in self.paths}
         check_sums(self.file, sums)
