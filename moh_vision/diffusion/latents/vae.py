@@ -198,7 +198,7 @@ def _is_rae(vae) -> bool:
 
 
 def image_channels(vae) -> int:
-    """Return the channels of the images that a VAE encodes."""
+    """Return the channels of the images that a VAE encodes, or that a model of pixels works on."""
     return vae.config.get("in_channels", 3)  # an AutoencoderRAE has no such entry, and encodes RGB
 
 
@@ -217,11 +217,11 @@ def load_vae(name: str, fetch: bool = True, decodes: bool = True):
     """
     # Look on this machine before asking the hub.
     try:
-        return _load(name, True, decodes)
+        return _load(name, local=True, decodes=decodes)
     except NotAtHand:
         if not fetch:
             raise
-    return _load(name, False, decodes)
+    return _load(name, local=False, decodes=decodes)
 
 
 def _load(name: str, local: bool, decodes: bool):
