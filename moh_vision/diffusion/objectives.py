@@ -21,7 +21,8 @@ from moh_vision.models.velocity import PREDICTS, to_velocity
 
 NUM_TIMESTEPS = 1000
 TIMESTEPS = ("uniform", "logit-normal")
-FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift")  # arguments of `FlowMatchingLoss`
+# Arguments of `FlowMatchingLoss`.
+FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift")
 BETA_START = 1e-4  # betas are linear in t
 BETA_END = 0.02
 

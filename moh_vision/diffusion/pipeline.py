@@ -15,7 +15,8 @@ from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from moh_vision.common.io import write_whole
-# flow_sde is imported for diffusers, which finds schedulers only in modules that are imported.
+
+# diffusers needs the import of flow_sde: it finds schedulers only in modules that are imported.
 from moh_vision.diffusion import flow_sde, sampling, schedulers  # noqa: F401
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode

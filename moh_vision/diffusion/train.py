@@ -177,7 +177,7 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
         raise ValueError(
             f"repa.block {repa.block} is out of range: 1 to {depth}, the blocks of the model"
         )
-    half = [0.5] * inputs.colours  # mean and standard deviation that images in -1 .. 1 were normalised with
+    half = [0.5] * inputs.colours  # mean and std with which images are normalised to -1 .. 1
     teacher = Teacher("repa.teacher", repa.teacher, half, half)
     teacher_width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
