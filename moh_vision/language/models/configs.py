@@ -38,7 +38,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"
 
 
 def check_attention(spec: dict, where: str) -> None:
-    """Raise ValueError for a wrong attention dict; dict(router="moa", top_k=8, experts=32, head_dim=128) is a right one.
+    """Raise ValueError unless `spec` is an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128).
 
     `where` names the dict in messages.
     """
@@ -287,8 +287,7 @@ class RoutedConfig:
         moh: None: every head runs. Else a dict of
             router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
             head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `resolve_pairs`;
-            head_budget_shape: how a share is spread over the layers, "ramp" or "uniform"; None: not known, because
-                head_budget is a list;
+            head_budget_shape: how a share is spread over the layers, "ramp" or "uniform"; None: not known;
             executor: a name in `moh_vision.attention.EXECUTORS`;
             group: choose query heads by whole key-value groups ("query_norm" only);
             router_kwargs: gate_scale and two_stage of "moh".
