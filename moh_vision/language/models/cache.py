@@ -7,7 +7,7 @@ from transformers import Cache, GenerationMixin
 
 from moh_vision.attention import ContextCache, KeyValueCache
 
-# Name of the cache argument in transformers: "cache" from 5.24 on, where past_key_values still works, too.
+# Name of the cache argument in transformers: "cache" from 5.24 on, "past_key_values" before. Our models take both.
 CACHE = "cache"
 if CACHE not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     CACHE = "past_key_values"
