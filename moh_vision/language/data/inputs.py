@@ -216,8 +216,8 @@ class TranslationInputs(TextInputs):
 
     def references(self, split: str, pairs: ParallelTokens) -> list[str]:
         """Return the target lines of a split's pairs, in lower case if the target vocabulary is lower-cased."""
-        lines = list(self.pair(split).target)
-        chosen = [lines[number] for number in pairs.numbers]
+        targets = list(self.pair(split).target)
+        chosen = [targets[line] for line in pairs.lines]
         if self.vocabularies[1].lowercase:
             return [line.lower() for line in chosen]
         return chosen

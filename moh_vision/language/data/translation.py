@@ -24,7 +24,7 @@ class ParallelTokens(Dataset):
             includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
 
     Attributes:
-        numbers: line of each pair, from 0.
+        lines: index of each pair's line in the text.
         lengths: [n, 2] tokens of source and target, with eos.
         left_out: reason -> number of pairs.
     """
@@ -58,29 +58,29 @@ class ParallelTokens(Dataset):
         for reason, fault in faults.items():
             self.left_out[reason] = int((fault & good).sum())
             good &= ~fault
-        self.numbers = np.flatnonzero(good)
+        self.lines = np.flatnonzero(good)
         if share < 1:
             rng = np.random.Generator(np.random.PCG64(derive_seed(Stream.SUBSET)))
-            drawn = rng.permutation(self.numbers)[: max(1, round(share * len(self.numbers)))]
-            self.left_out["subset"] = len(self.numbers) - len(drawn)
-            self.numbers = np.sort(drawn)
-        if not len(self.numbers):
+            drawn = rng.permutation(self.lines)[: max(1, round(share * len(self.lines)))]
+            self.left_out["subset"] = len(self.lines) - len(drawn)
+            self.lines = np.sort(drawn)
+        if not len(self.lines):
             raise ValueError(f"no pairs are left: {self.summary()}")
-        self.lengths = lengths[self.numbers]
+        self.lengths = lengths[self.lines]
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.lines)
 
     def summary(self) -> str:
         """Return one line: how many pairs are used, and why the remaining ones are left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-        text = f"{len(self.numbers)} of {len(self.source)} pairs"
+        text = f"{len(self.lines)} of {len(self.source)} pairs"
         if reasons:
             text += f" (left out: {reasons})"
         return text
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        line = self.numbers[number]
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        line = self.lines[index]
         return self.source[line], self.target[line]
 
     @staticmethod
