@@ -88,16 +88,17 @@ class TextDataConfig(Section, section="data"):
     test: str | None = key(None, free=True)
     """Name of a split that is scored at the end as well; left out: none."""
     tokenizer: str | None = key(None)
-    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split. Left out with
-    init_from of a run: the vocabulary of that run. Causal language models also take the folder of a transformers tokenizer."""
+    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split. Left out
+    with init_from of a run: the vocabulary of that run. Causal language models also take the folder of a transformers
+    tokenizer."""
     vocab_size: int | None = key(None, ge=2, needs=CAUSAL)
     """Vocabulary size of the model, at least that of its tokenizer; left out: that of its tokenizer."""
     merges: int = key(32000, ge=0, needs=f".words=null; {NEW_VOCABULARY}")
     """Merges of the byte-pair encoding: the vocabulary has a token for each of 256 bytes and for each merge."""
-    target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
+    target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; {NEW_VOCABULARY}")
     """Merges of the target's own vocabulary; left out: one vocabulary for both languages."""
     words: int | None = key(None, ge=0, needs=f"{READS_BLOCKS}; {NEW_VOCABULARY}")
-    """Make a vocabulary of this many most frequent words instead of byte pairs, for an adaptive softmax; 0: all words."""
+    """Make a vocabulary of this many most frequent words instead of byte pairs, for an adaptive softmax; 0: all."""
     lowercase: bool = key(False, needs=NEW_VOCABULARY)
     """Turn all text to lower case."""
     allow_empty: bool = key(False, needs=TRANSLATES)
@@ -141,8 +142,8 @@ class TextDataConfig(Section, section="data"):
 def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return data.mixture, checked, with unnamed sources named after the last part of their root."""
     checked = []
-    for number, source in enumerate(sources):
-        where = f"data.mixture {number}"
+    for index, source in enumerate(sources):
+        where = f"data.mixture {index}"
         for entry in source:
             if entry not in ("root", "weight", "name"):
                 raise ValueError(
@@ -216,8 +217,8 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
         None
     )
     """Tokenizer of BLEU, one of sacrebleu's; left out: sacrebleu's choice by data.target (zh, ja-mecab or ko-mecab, of
-    which the last two need further packages; else 13a). "given" is for text that is tokenised already, as with Moses: the
-    papers' form of BLEU scores the text as it is, and sacreBLEU's form uses the tokenizer of a key that is left out."""
+    which the last two need further packages; else 13a). "given" is for text that is tokenised already, as with Moses:
+    the papers' form of BLEU scores this text as it is, and sacreBLEU's form takes sacrebleu's choice."""
     compound_split: bool = key(False)
     """Split hyphenated words in the papers' form of BLEU, as they do for WMT14 EN-DE."""
     gate_modes: list[Literal["soft", "argmax", "random"]] = key(["soft"])
@@ -233,7 +234,7 @@ class LanguageConfig(RunConfig):
     max_steps: int = key(1000, ge=0)
     """Optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are."""
     label_smoothing: float = key(0.1, ge=0, lt=1)
-    """Label smoothing of the cross-entropy, inside the task, so that the auxiliary losses stay."""
+    """Label smoothing of the cross-entropy; it does not change the auxiliary losses."""
     eval_every: int = key(0, ge=0, free=True)
     """Steps between validations; 0: only at the end."""
     patience: int = key(0, ge=0, free=True, needs="eval_every")

@@ -21,7 +21,7 @@ from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
 class OpenedText(Opened):
-    """An opened language model. `config` is the `LanguageConfig` of its run; None: a saved model that belongs to no run."""
+    """An opened language model. `config` is the `LanguageConfig` of its run; None: a model that no run wrote."""
 
     kind = "text"
     unit = "blocks"

@@ -64,7 +64,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     # ---------------------------------------------------------------- lock the folder, open the text
     span = setup.find_checkpoint(config.max_steps)
     checkpoint = span.checkpoint
-    resumed_run = config.output if checkpoint else None  # it has a tokenizer
+    resumed_run = config.output if checkpoint else None  # this folder holds the tokenizer
     tokenizer = tokenizer_of(config, resumed_run)
     inputs_class = INPUTS[task_for(config.model)]
     with accelerator.main_process_first():
@@ -72,7 +72,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         text = inputs_class(config.data, cache, config.seed, tokenizer)
 
     notes = notes_on_scores(config, text)
-    if not checkpoint:  # a resumed run has said this when it began
+    if not checkpoint:  # say this once, when the run begins
         if config.max_steps:
             say(text.scored_files())  # raises if a scored file is also trained on
         for note in notes:
@@ -80,7 +80,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
-    model, arguments = build_model(config, text, bool(checkpoint))
+    model, arguments = build_model(config, text, resumed=bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(

@@ -103,7 +103,7 @@ class TextInputs:
         return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies, for `data.tokenizer`, and the record; `micro_batches`: per step, over all processes."""
+        """Save the vocabularies, for `data.tokenizer`, and the record; `micro_batches`: of a step on all processes."""
         source, target = self.vocabularies
         source.save(run / TOKENIZER, self.padding_side)
         if target is not source:
@@ -350,8 +350,10 @@ class CausalInputs(BlockInputs):
         return sampler
 
     def texts(self) -> list[tuple[str, CausalWindows]]:
-        """Return the texts as `TextInputs` does; with data.mixture also the first training tokens of each source, as many
-        as validation has."""
+        """Return the texts of `TextInputs`, and with data.mixture the beginning of each source.
+
+        A beginning has as many tokens as the validation set.
+        """
         texts = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):

@@ -40,7 +40,7 @@ class TextFile:
         return self.read()
 
     def read(self, progress: Progress | None = None) -> Iterator[str]:
-        """Yield the lines without blanks at either end, or the texts of the objects; `progress` counts the file's bytes."""
+        """Yield the lines without blanks at either end, or the texts of the objects; `progress` counts bytes read."""
         indented: list[int] = []
         with open(self.path, "rb") as raw, self._unpacked(raw) as file:
             for number in itertools.count(1):
@@ -148,8 +148,10 @@ class ParallelText(NamedTuple):
         target_lines = 0
         empty = 0
         for source, target in itertools.zip_longest(self.source, self.target):
-            source_lines += source is not None
-            target_lines += target is not None
+            if source is not None:
+                source_lines += 1
+            if target is not None:
+                target_lines += 1
             has_both = source_lines == target_lines
             has_empty_side = not source or not target
             if has_both and has_empty_side and not allow_empty:

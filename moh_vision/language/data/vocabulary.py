@@ -165,7 +165,7 @@ class Vocabulary:
         if self.markers is None:
             return None
         found = self.markers.search(text)
-        return found and found[0]
+        return None if found is None else found[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text, on one line, without special tokens but "<unk>"."""
@@ -190,7 +190,7 @@ def train_vocabulary(
         lowercase: turn all text to lower case.
         mask: add the special token <mask>. (<unk> is not special, because it is a word of WikiText's text.)
     """
-    specials = list(SPECIALS[: MASK + mask])
+    specials = list(SPECIALS if mask else SPECIALS[:MASK])
     if merges is not None:
         tokenizer, trainer = _untrained_bpe(specials, merges)
         texts = (text.replace(UNKNOWN, " ") for text in texts)
@@ -328,7 +328,7 @@ def _read(path: Path) -> bytes:
 
 
 def _companion(path: Path) -> dict:
-    """Return the files beside a tokenizer.json, merged into the content of one tokenizer_config.json; {} without files."""
+    """Merge the files beside a tokenizer.json into the content of one tokenizer_config.json; {} if there are none."""
     folder = Path(path).parent
     content = _json_beside(folder / SPECIAL_MAP) | _json_beside(folder / COMPANION)
     templates = {"default": folder / CHAT_TEMPLATE}

@@ -120,7 +120,8 @@ def read_gates(
     """Run the model on this process's share of a data set; return the content of RUN/gates.json but its split.
 
     Statistics are over all processes. Columns are by stack and text, tokens by layer, and mean_entropy by stack (Peng
-    2020, section 5.1, gives the encoder's alone). All are empty for a model without gates. Leaves the model in eval mode.
+    2020, section 5.1, gives the encoder's alone). All are empty for a model without gates. The model is left in eval
+    mode.
     """
     readings = gated_layers(model, vocabularies)
     model.eval()

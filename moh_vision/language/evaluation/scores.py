@@ -84,9 +84,9 @@ def notes_on_scores(config, text: TextInputs) -> list[str]:
 def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """Load the weights that are scored at the end; return their file's name and further entries of results.json.
 
-    These are the last weights, or with `patience` the best ones. With `average` above 1 the mean of the last checkpoints
-    is written, and of all these the weights with the lowest validation loss are loaded. `validate` takes a title.
-    Collective: every process must call it.
+    These are the last weights, or with `patience` the best ones. With `average` above 1 the mean of the last
+    checkpoints is written, and of all these the weights with the lowest validation loss are loaded. `validate` takes a
+    title. Collective: every process must call it.
     """
     config = loop.config
     if config.average > 1:
@@ -115,18 +115,19 @@ def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> d
     averaged_loss = validate("validation of the average")["loss"]
     losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
     of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
-    said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
+    compared = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
     if config.patience and (loop.folder / BEST).exists():
         losses[BEST] = loop.best.value
-        said.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
-    better = min(losses, key=losses.get)
-    if better == BEST:
+        compared.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
+    chosen = min(losses, key=losses.get)
+    if chosen == BEST:
         load_whole(loop.model, load_file(loop.folder / BEST))
-    elif better != AVERAGED:
+    elif chosen != AVERAGED:
         load_whole(loop.model, last)
-    loop.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
-    found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
-    return dict(weights=better, **found)
+    loop.log.say(f"validation loss: {', '.join(compared)}; the scores are of {chosen}")
+    return dict(
+        weights=chosen, averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps
+    )
 
 
 def average_checkpoints(
@@ -231,8 +232,8 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
         pairs = text.val
         split = config.data.val
     references = text.references(split, pairs)
-    cut = pieces_in(references)
-    references = [join_pieces(line, cut) for line in references]
+    piece_sign = pieces_in(references)
+    references = [join_pieces(line, piece_sign) for line in references]
     vocabulary = text.vocabularies[1]
     options = config.generate
     tokenizer = bleu_tokenizer(config.data.target, options.tokenizer)
@@ -261,7 +262,7 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
                     loop.log.progress,
                     draw,
                 )
-            lines = [join_pieces(line, cut) for line in lines]
+            lines = [join_pieces(line, piece_sign) for line in lines]
             draws.append(_both_forms(lines, references, tokenizer, options))
             if loop.accelerator.is_main_process and draw == 0:
                 write_whole(loop.folder / file, "".join(line + "\n" for line in lines))
@@ -279,7 +280,7 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
         bleu_split=split,
         bleu_pairs=len(references),
         bleu_lowercase=lowercase,
-        bleu_joined=cut,
+        bleu_joined=piece_sign,
         left_out=pairs.left_out,
     )
 

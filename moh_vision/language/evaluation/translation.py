@@ -50,6 +50,7 @@ def translate(
     share = groups[accelerator.process_index :: accelerator.num_processes]
     texts = []
     for group in progress(share, "translating"):
+        # The seed follows from the sentences, so that it does not depend on the number of processes.
         torch.manual_seed(derive_seed(draw, group[0]))
         batch = pairs.collate([pairs[number] for number in group])
         source = {
@@ -65,7 +66,7 @@ def translate(
                 synced_gpus=False,  # no weights are sharded, and processes have different numbers of batches
             )
         texts += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
-    return [text for _, text in sorted(gather_object(texts))]
+    return [text for _, text in sorted(gather_object(texts))]  # in the order of `pairs`
 
 
 def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
@@ -116,8 +117,8 @@ def tokenised_bleu(
 
     The papers tokenised with Moses. `tokenizer` is "given" for text that is in that form already, or else one of
     sacrebleu's, of which "13a" is close to Moses but not the same. `compound_split` then writes "rich-text" as
-    "rich ##AT##-##AT## text" in hypotheses and references. It is for EN-DE only, as in both papers (Vaswani et al. 2017),
-    and worth up to about a point. The signature in the result names the tokenizer and the compounds.
+    "rich ##AT##-##AT## text" in hypotheses and references. It is for EN-DE only, as in both papers (Vaswani et al.
+    2017), and worth up to about a point. The signature in the result names the tokenizer and the compounds.
     """
     tokenise = tokenise_by(tokenizer)
 

@@ -116,7 +116,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module: transformers would skip modules without direct parameters, such as an attention layer.
+        """Initialise every module, also those without direct parameters, which transformers would skip.
 
         Loaded weights stay as they are, because the functions of `init` skip them.
         """

@@ -38,9 +38,9 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"
 
 
 def check_attention(spec: dict, where: str) -> None:
-    """Raise ValueError unless `spec` is an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128).
+    """Raise ValueError unless `spec` is an attention dict; `where` names it in messages.
 
-    `where` names the dict in messages.
+    An example is dict(router="moa", top_k=8, experts=32, head_dim=128).
     """
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
         raise ValueError(
@@ -62,7 +62,7 @@ def check_attention(spec: dict, where: str) -> None:
 
 
 def attention_budget(attention: dict) -> BudgetSpec | None:
-    """Return the head_budget of an attention dict; None if the router runs all heads, and for "moa", which has top_k."""
+    """Return the head_budget of an attention dict; None if the router runs all heads or has top_k ("moa")."""
     router = attention["router"]
     if router == "moa":
         return None

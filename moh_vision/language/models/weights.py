@@ -72,7 +72,7 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
 
 
 def check_same_tokens(vocabulary, config) -> None:
-    """Raise ValueError if an id stands for another token than in the vocabulary that model.pretrained was trained with."""
+    """Raise ValueError if an id stands for another token than in the tokenizer.json of model.pretrained."""
     file = Path(config.model.pretrained, TOKENIZER)
     if not file.is_file():
         return

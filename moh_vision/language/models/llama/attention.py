@@ -124,7 +124,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         cache=None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as transformers' layer: hidden_states [B, N, C] -> output [B, N, C], and the attention matrix if available.
+        """Attend as transformers' layer does: hidden_states [B, N, C] -> output [B, N, C].
+
+        The second value is the attention matrix, or None if it was not computed.
 
         Args:
             stats: a list or similar. Layer i appends its statistics only if there are i entries, so a recomputation, as
