@@ -74,8 +74,8 @@ class MaskedBlocks(Dataset):
         return -(-(len(self.tokens.ids) - 1) // self.room)
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        position, number = item
-        text = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
+        position, block = item
+        text = self.tokens.ids[block * self.room : (block + 1) * self.room].astype(np.int64)
         ids = np.concatenate([[BOS], text])
         return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
 
@@ -112,8 +112,8 @@ class CausalWindows(Dataset):
         return 1 - (self.width - len(self.tokens.ids)) // self.stride
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        _, number = item
-        first = min(number * self.stride, len(self.tokens.ids) - self.width)
+        _, window = item
+        first = min(window * self.stride, len(self.tokens.ids) - self.width)
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
         # The file may be damaged, and an error on a GPU would not name it.
         if piece.max() >= self.vocabulary_size:
@@ -121,11 +121,11 @@ class CausalWindows(Dataset):
                 f"{self.tokens.name}, token {first}: token id {piece.max()}, but the vocabulary has "
                 f"{self.vocabulary_size} tokens"
             )
-        if not first:
+        if first == 0:  # no token comes before the first one
             piece = np.concatenate([[self.eos], piece])
         labels = piece[1:].copy()
-        if number:
-            done = (number - 1) * self.stride + self.width  # earlier windows label the tokens before it
+        if window > 0:
+            done = (window - 1) * self.stride + self.width  # earlier windows label the tokens before it
             labels[: done - first] = IGNORE
         return piece[:-1], labels
 

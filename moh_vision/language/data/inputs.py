@@ -256,7 +256,7 @@ class BlockInputs(TextInputs):
     def slices(self, dataset, rank: int, world: int) -> list[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
         # Masks depend on the position. The block's index stands for it, so the number of processes does not matter.
-        return [[(number, number) for number in batch] for batch in batches]
+        return [[(block, block) for block in batch] for batch in batches]
 
 
 class MaskedInputs(BlockInputs):

@@ -53,8 +53,8 @@ class Mixture:
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return (source, its block) at a position of the run."""
-        number, index = divmod(position, self.length)
-        sources, earlier, before = self._round(number)
+        round_index, index = divmod(position, self.length)
+        sources, earlier, before = self._round(round_index)
         source = int(sources[index])
         drawn = before[source] + int(earlier[index])
         epoch, block = divmod(drawn, self.blocks[source])
@@ -62,25 +62,26 @@ class Mixture:
 
     def drawn(self, position: int) -> list[int]:
         """Count the blocks of each source before a position."""
-        number, index = divmod(position, self.length)
-        sources, _, before = self._round(number)
+        round_index, index = divmod(position, self.length)
+        sources, _, before = self._round(round_index)
         inside = np.bincount(sources[:index], minlength=len(before))  # earlier blocks of this round
         return [count + int(more) for count, more in zip(before, inside)]
 
-    def _before(self, number: int) -> list[int]:
+    def _before(self, round_index: int) -> list[int]:
         """Count the blocks of each source before a round, as differences of rounded cumulative shares."""
-        ends = [int(bound * self.length * number) for bound in self.bounds]
+        ends = [int(bound * self.length * round_index) for bound in self.bounds]
         return [end - start for start, end in zip([0, *ends], ends)]
 
-    def _make_round(self, number: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    def _make_round(self, round_index: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Return the sources, earlier and before of a round.
 
         sources [length]: the source of each position. earlier [length]: how many earlier positions of the round have
         the same source. before: see `_before`.
         """
-        before = self._before(number)
-        counts = np.subtract(self._before(number + 1), before)
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
+        before = self._before(round_index)
+        counts = np.subtract(self._before(round_index + 1), before)
+        seed = derive_seed(self.seed, round_index, Stream.ROUNDS)
+        rng = np.random.Generator(np.random.PCG64(seed))
         sources = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         earlier = np.empty(self.length, np.int64)
         for source, count in enumerate(counts):
@@ -130,8 +131,8 @@ class MixedWindows(ConcatDataset):
         self.stores = [text.tokens for text in texts]
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        position, number = item
-        source = bisect_right(self.cumulative_sizes, number)
+        position, index = item
+        source = bisect_right(self.cumulative_sizes, index)
         windows = self.datasets[source]
         first = self.cumulative_sizes[source] - len(windows)
-        return windows[position, number - first]
+        return windows[position, index - first]

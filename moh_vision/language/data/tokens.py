@@ -154,7 +154,7 @@ def write_store(
                 lengths += map(len, rows)
                 marked.update(filter(None, map(vocabulary.marker_in, batch)))
                 words += sum(len(text.split()) + 1 for text in batch)
-                ids = np.array([number for row in rows for number in row], DTYPES[dtype])
+                ids = np.array([token_id for row in rows for token_id in row], DTYPES[dtype])
                 largest = max(largest, int(ids.max()))
                 digest.update(ids)
                 file.write(ids)

@@ -144,9 +144,9 @@ class Vocabulary:
     def __reduce__(self):
         return Vocabulary, (self.data, self.where, self.companion, True)
 
-    def token(self, number: int) -> str:
+    def token(self, token_id: int) -> str:
         """Return a token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
-        return self._tokenizer.id_to_token(number) or f"<{number}>"
+        return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as the tokenizer does (LLaMA's adds bos), but without eos.

@@ -153,8 +153,8 @@ def read_gates(
                 )
             )
         tokens[names[0]] = [
-            [readable(reading.vocabulary, number) for number in numbers]
-            for numbers in counted.top_tokens()
+            [readable(reading.vocabulary, token_id) for token_id in ids]
+            for ids in counted.top_tokens()
         ]
     mean = {stack: statistics.mean(values) for stack, values in entropies.items()}
     return dict(columns=columns, mean_entropy=mean, layers=layers, tokens=tokens)
@@ -310,11 +310,11 @@ def span(numbers: Sequence[int]) -> str:
     return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
 
 
-def readable(vocabulary: Vocabulary, number: int) -> str:
-    """Return a token as text; a leading blank (BPE: G with a dot) is _."""
-    token = vocabulary.token(number)
-    text = vocabulary.decode([number])
-    if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character
+def readable(vocabulary: Vocabulary, token_id: int) -> str:
+    """Return a token as text, with _ for a leading blank (in BPE, G with a dot)."""
+    token = vocabulary.token(token_id)
+    text = vocabulary.decode([token_id])
+    if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no whole character
         return token
     if vocabulary.scheme == "bpe" and token.startswith("\u0120"):
         return "_" + text

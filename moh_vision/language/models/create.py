@@ -110,8 +110,8 @@ def presets() -> dict[str, tuple[type, dict]]:
         named[f"mt_moa_{name}"] = (TranslationConfig, dict(MOA_MT, attention=moa(name, bias=False)))
     for name in MOA_MASKED:
         named[f"mlm_moa_{name}"] = (MaskedLMConfig, {"attention": moa(name, bias=True)})
-    for size, numbers in LLAMA_SIZES.items():
-        fields = dict(LLAMA, **dict(zip(SIZES, numbers)))
+    for size, values in LLAMA_SIZES.items():
+        fields = dict(LLAMA, **dict(zip(SIZES, values)))
         named[f"clm_{size}"] = (MoHLlamaConfig, fields)
         for percent in (75, 50):
             # The paper gives only the share of active heads. Here all layers have the same budget, and 45 % of the

@@ -63,7 +63,8 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
                     token_id = list(dict.fromkeys([*known, token_id]))
                 setattr(model_config, name, token_id)
     if config.checkpointing:
-        # Not reentrant: reentrant checkpointing loses routing statistics.
+        # Not reentrant, because reentrant checkpointing loses routing statistics. Older versions of transformers have
+        # only gradient_checkpointing_enable.
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
