@@ -43,34 +43,34 @@ class TextFile:
         """Yield the lines without blanks at either end, or the texts of the objects; `progress` counts bytes read."""
         indented: list[int] = []
         with open(self.path, "rb") as raw, self._unpacked(raw) as file:
-            for number in itertools.count(1):
+            for line_number in itertools.count(1):
                 try:
                     line = file.readline(MAX_LINE + 1)
                 except (gzip.BadGzipFile, zlib.error, EOFError) as error:
                     raise ValueError(
-                        f"{self.name}: damaged gzip file behind line {number - 1} ({error})"
+                        f"{self.name}: damaged gzip file behind line {line_number - 1} ({error})"
                     ) from None
                 if not line:
                     break
                 try:
-                    whole = _decoded(line, number == 1)
+                    whole = _decoded(line, line_number == 1)
                     text = whole.strip()
                     if text and INDENTED.match(whole):
-                        indented.append(number)
+                        indented.append(line_number)
                     if text and self.key is not None:
                         text = _under(self.key, text)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{self.name}, line {number}: {reason_of(error)}") from None
+                    raise ValueError(f"{self.name}, line {line_number}: {reason_of(error)}") from None
                 if text or self.key is None:  # blank lines count, but not between objects
                     yield text
                 if progress is not None:
                     progress.add(raw.tell() - progress.done)
-        if number == 1:
+        if line_number == 1:
             raise ValueError(f"{self.name}: the file is empty")
         if indented and self.key is None and self.name not in SAID:
             SAID.add(self.name)
             say(
-                f"{self.name}: {len(indented)} of {number - 1} lines are indented (first line {indented[0]}); "
+                f"{self.name}: {len(indented)} of {line_number - 1} lines are indented (first line {indented[0]}); "
                 "what is blank at either end of a line is left out, a .jsonl keeps it"
             )
 

@@ -328,9 +328,9 @@ def evaluate_rows(
     from lm_eval import simple_evaluate
 
     scored = []
-    for number, (row, objects) in enumerate(tasks.items()):
+    for row_index, (row, objects) in enumerate(tasks.items()):
         shots = None if row.shots < 0 else row.shots
-        with counting(number):
+        with counting(row_index):
             result = simple_evaluate(
                 model=harness,
                 tasks=objects,

@@ -122,16 +122,16 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
         # Layer i appends its statistics only to a list of i entries.
         return args, dict(kwargs, stats=[None] * layer.layer_idx)
 
-    def add(number: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
-        """Add the heads of layer `number` to the load."""
+    def add(layer_index: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        """Add the heads of layer `layer_index` to the load."""
         if isinstance(layer, RoutedAttention):
             stats = kwargs["stats"][-1]
         else:
             stats = output[1]
-        load.add([stats], group, first=number)
+        load.add([stats], group, first=layer_index)
 
     with contextlib.ExitStack() as hooks:
-        for number, layer in enumerate(attention_layers(model)):
+        for layer_index, layer in enumerate(attention_layers(model)):
             hooks.enter_context(layer.register_forward_pre_hook(ask, with_kwargs=True))
-            hooks.enter_context(layer.register_forward_hook(partial(add, number), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(add, layer_index), with_kwargs=True))
         yield

@@ -52,7 +52,7 @@ def translate(
     for group in progress(share, "translating"):
         # The seed follows from the sentences, so that it does not depend on the number of processes.
         torch.manual_seed(derive_seed(draw, group[0]))
-        batch = pairs.collate([pairs[number] for number in group])
+        batch = pairs.collate([pairs[index] for index in group])
         source = {
             name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")
         }
@@ -65,7 +65,7 @@ def translate(
                 max_new_tokens=source["input_ids"].shape[1] + options.max_length,
                 synced_gpus=False,  # no weights are sharded, and processes have different numbers of batches
             )
-        texts += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
+        texts += [(index, vocabulary.decode(row)) for index, row in zip(group, ids.tolist())]
     return [text for _, text in sorted(gather_object(texts))]  # in the order of `pairs`
 
 
