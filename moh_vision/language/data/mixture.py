@@ -37,10 +37,10 @@ class Mixture:
         self.length = lcm(*(share.denominator for share in self.shares))
         if self.length > LONGEST_ROUND:
             self.length = LONGEST_ROUND
-            for number, share in enumerate(self.shares):
+            for source, share in enumerate(self.shares):
                 if share * self.length < 2:
                     raise ValueError(
-                        f"data.mixture {number}: weight {weights[number]} is {float(share):.2g} of all; "
+                        f"data.mixture {source}: weight {weights[source]} is {float(share):.2g} of all; "
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
         self.blocks = list(blocks)
