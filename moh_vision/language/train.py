@@ -150,7 +150,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         if not config.max_steps:  # the weights to score are saved here, because there is no step
             loop.save()
         for step in loop.steps():
-            with setup.errors(every_rank=True, code=1):  # the text may have changed or hold invalid ids
+            with setup.errors(every_rank=True, code=1):  # text that has changed, or invalid ids
                 step_batches = [
                     send_to_device(batch, accelerator.device, non_blocking=True)
                     for batch in islice(batches, config.optim.accumulation)

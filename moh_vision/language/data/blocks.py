@@ -125,7 +125,8 @@ class CausalWindows(Dataset):
             piece = np.concatenate([[self.eos], piece])
         labels = piece[1:].copy()
         if window > 0:
-            done = (window - 1) * self.stride + self.width  # earlier windows label the tokens before it
+            # Earlier windows label the tokens before this one.
+            done = (window - 1) * self.stride + self.width
             labels[: done - first] = IGNORE
         return piece[:-1], labels
 

@@ -22,7 +22,7 @@ TEXTS = (".txt", ".jsonl")  # endings of text for language models; .gz may follo
 MAX_LINE = 1 << 28  # bytes; stops at files without line breaks
 BYTE_ORDER_MARK = "\ufeff"
 INDENTED = re.compile(r"\t|  |\u3000")  # start of a line whose leading blanks may have a meaning
-SAID: set[str] = set()  # texts about whose blanks this process has warned: they are read more than once
+SAID: set[str] = set()  # texts about which this process has warned: they are read more than once
 
 
 class TextFile:
@@ -60,7 +60,9 @@ class TextFile:
                     if text and self.key is not None:
                         text = _under(self.key, text)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{self.name}, line {line_number}: {reason_of(error)}") from None
+                    raise ValueError(
+                        f"{self.name}, line {line_number}: {reason_of(error)}"
+                    ) from None
                 if text or self.key is None:  # blank lines count, but not between objects
                     yield text
                 if progress is not None:

@@ -314,7 +314,8 @@ def readable(vocabulary: Vocabulary, token_id: int) -> str:
     """Return a token as text, with _ for a leading blank (in BPE, G with a dot)."""
     token = vocabulary.token(token_id)
     text = vocabulary.decode([token_id])
-    if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no whole character
+    # A special token, a blank, or bytes that are no whole character.
+    if not text or "\ufffd" in text:
         return token
     if vocabulary.scheme == "bpe" and token.startswith("\u0120"):
         return "_" + text

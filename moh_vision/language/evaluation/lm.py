@@ -272,7 +272,7 @@ def load_tasks(
     opened: dict[Row, list] = {row: [] for row in rows}
     for row, task in pairs:
         try:
-            loaded = manager.load([task])  # once per row, because a task object keeps the row's shots
+            loaded = manager.load([task])  # once per row, because a task keeps the row's shots
         except Exception as error:  # of the hub's client, a data builder or a task's own code
             data = (manager.task_index[task].cfg or {}).get("dataset_path", "one of several")
             raise ValueError(

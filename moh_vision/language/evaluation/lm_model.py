@@ -133,5 +133,7 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
     with contextlib.ExitStack() as hooks:
         for layer_index, layer in enumerate(attention_layers(model)):
             hooks.enter_context(layer.register_forward_pre_hook(ask, with_kwargs=True))
-            hooks.enter_context(layer.register_forward_hook(partial(add, layer_index), with_kwargs=True))
+            hooks.enter_context(
+                layer.register_forward_hook(partial(add, layer_index), with_kwargs=True)
+            )
         yield

@@ -10,7 +10,7 @@ CODES = dict(zho="zh", chi="zh", cmn="zh", yue="zh", jpn="ja", jp="ja", kor="ko"
 CUT_WORD = re.compile(r"\S@@(?= |$)")  # of subword-nmt: "con@@ tinu@@ ation"
 BLANK = "\u2581"  # of SentencePiece, instead of a blank: "\u2581con tinu ation"
 CUT_LINES = 0.1  # a text counts as cut into pieces if more than this share of its lines has pieces
-LONG = 10  # tokens with more characters on average are not words; German or Finnish words have 6 to 8
+LONG = 10  # tokens of more characters on average are no words; German or Finnish words have 6 to 8
 
 
 def bleu_tokenizer(target: str, asked: str | None = None) -> str:

@@ -65,7 +65,8 @@ class AdaptiveVocabulary(nn.Module):
         """Embed word ids [B, N] -> [B, N, C]."""
         if self.clusters is None:
             return self.embeddings[0](ids)
-        if ids.is_meta:  # which words are rare is unknown; take all for frequent, the cost is similar
+        # On "meta" nobody knows which words are rare: embed all as band 0, which costs about the same.
+        if ids.is_meta:
             return self.projections[0](self.embeddings[0](ids))
         x = None
         for band, (embedding, projection) in enumerate(zip(self.embeddings, self.projections)):

@@ -144,7 +144,9 @@ class TextModel(RoutedLoss, PreTrainedModel):
             module.init_weights()
         elif isinstance(module, MoHRouter):
             for linear in module.children():
-                init.normal_(linear.weight, std=0.02)  # as in the released code; there are no biases
+                init.normal_(
+                    linear.weight, std=0.02
+                )  # as in the released code; no layer has a bias
         elif isinstance(module, HeadMixtureAttention):
             if isinstance(module, ExpertBiasAttention):
                 init.zeros_(module.head_bias)

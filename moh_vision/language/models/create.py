@@ -177,7 +177,7 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
         raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
     try:
         return MoHLlamaConfig(**fields, moh=moh if moh.get("router") else None)
-    except StrictDataclassError as error:  # of transformers' own checks; its message has several lines
+    except StrictDataclassError as error:  # transformers' own checks; the message has many lines
         raise ValueError(f"{preset}: {message_of(error)}") from None
 
 
