@@ -32,9 +32,10 @@ class LanguageTask(RoutedTask):
                 (micro-batches of the step), the mean over micro-batches is the loss of one large batch.
             **inputs: of the model.
         """
+        # loss and nll: [B, T]
         loss, nll, stats = self.model.routed_loss(
             labels, label_smoothing=self.label_smoothing, **inputs
-        )  # loss and nll: [B, T]
+        )
         if tokens is None:
             tokens = (labels != -100).sum().clamp_min(1)
         return dict(self.losses(loss.sum() / tokens, stats), nll=nll.detach().sum() / tokens)

@@ -144,9 +144,8 @@ class TextModel(RoutedLoss, PreTrainedModel):
             module.init_weights()
         elif isinstance(module, MoHRouter):
             for linear in module.children():
-                init.normal_(
-                    linear.weight, std=0.02
-                )  # as in the released code; no layer has a bias
+                # As in the released code; these layers have no bias.
+                init.normal_(linear.weight, std=0.02)
         elif isinstance(module, HeadMixtureAttention):
             if isinstance(module, ExpertBiasAttention):
                 init.zeros_(module.head_bias)
