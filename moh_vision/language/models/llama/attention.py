@@ -184,7 +184,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         learns = self.training or torch.is_grad_enabled()
         decodes = x.shape[1] == 1 and not collects and not learns
         if decodes and self.needs_query:
-            routing = self.router.choose(queries)  # without statistics, which take longer
+            routing = self.router.choose(
+                queries
+            )  # computes no statistics, because nobody reads them
         else:
             routing = self.router(x, queries, padded)
         if collects:

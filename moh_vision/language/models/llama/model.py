@@ -270,9 +270,9 @@ def load_moh_llama3(
 ) -> MoHLlamaForCausalLM:
     """Load a folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running its code.
 
-    The folder's config.json is LLaMA's and does not mention routing. The released code fixes it: the first half of the
-    heads is shared, and of the other half each token chooses 50 %, by the norm of the queries. In 16 bits the released
-    code also computes these norms in 16 bits, which gives ties; here they are float32.
+    The folder's config.json is LLaMA's and does not mention routing, which the released code fixes: the first half of
+    the heads is shared, and each token chooses 50 % of the other half, by the norm of the queries. In 16 bits the
+    released code also computes these norms in 16 bits, which gives ties; here the norms are float32.
 
     Args:
         path: the folder, or its name on the hub.
