@@ -184,9 +184,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         learns = self.training or torch.is_grad_enabled()
         decodes = x.shape[1] == 1 and not collects and not learns
         if decodes and self.needs_query:
-            routing = self.router.choose(
-                queries
-            )  # computes no statistics, because nobody reads them
+            routing = self.router.choose(queries)  # statistics would be read by nobody
         else:
             routing = self.router(x, queries, padded)
         if collects:
