@@ -150,7 +150,7 @@ class TextInputs:
 
 
 class TranslationInputs(TextInputs):
-    """Pairs of sentences."""
+    """Inputs of translation models: pairs of sentences."""
 
     first = 0
 
@@ -224,7 +224,7 @@ class TranslationInputs(TextInputs):
 
 
 class BlockInputs(TextInputs):
-    """Running text, cut into blocks."""
+    """Inputs of masked and causal language models: running text, cut into blocks."""
 
     first = (0, 0)
     mask = False

@@ -87,7 +87,7 @@ class TextFile:
 
 
 class HubText:
-    """Texts of a split of a data set: its column text, or `language` of its column translation."""
+    """The texts of a split of a Hugging Face data set: the column text, or `language` of the column translation."""
 
     def __init__(self, root: str, split: str, language: str | None = None):
         self.language = language

@@ -161,7 +161,7 @@ class Vocabulary:
         return rows
 
     def marker_in(self, text: str) -> str | None:
-        """Return the first of `markers` that stands in a text; None without one."""
+        """Return the first special token (see `markers`) that is written in a text; None if there is none."""
         if self.markers is None:
             return None
         found = self.markers.search(text)

@@ -73,7 +73,7 @@ def options(add: Callable) -> None:
 
 
 def check(options: Namespace) -> None:
-    """Refuse options that do not belong together, before anything is loaded."""
+    """Raise ValueError for wrong options, or options that do not go together, before anything is loaded."""
     if options.tasks is None:
         raise ValueError("give --tasks NAMES or --list")
     if options.model is None:
