@@ -1,1 +1,1 @@
-"""Checkpoints, steps, logging and the end of a process, for any model. Imports nothing of ours."""
+"""Training runs of any model: configuration, steps, checkpoints, logging, signals. Imports attention/ and common/ only."""

@@ -38,7 +38,7 @@ def make_accelerator(
         gradient_accumulation_plugin=accumulation,
         kwargs_handlers=[patient],
     )
-    # accelerate would silently compute in float32.
+    # On a CPU accelerate would compute in float32 instead.
     if mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError('mixed_precision fp16 needs a GPU; on a CPU it is "no" or "bf16"')
     return accelerator

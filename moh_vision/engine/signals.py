@@ -32,7 +32,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup and shells ignore some signals on purpose
+            if signal.getsignal(number) != signal.SIG_IGN:  # a shell ignores SIGINT for background jobs
                 self._before[number] = signal.signal(number, self._note)
         return self
 
