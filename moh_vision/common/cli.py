@@ -61,7 +61,7 @@ def refuse_output(option: str, path: str | None) -> None:
 
 
 def refuse_unwritable(option: str, path: Path | str) -> None:
-    """Raise ValueError, with the system's reason, if nothing can be written in the nearest existing folder of a path."""
+    """Raise ValueError, with the system's reason, if the nearest existing folder of a path is not writable."""
     path = Path(path).absolute()
     folder = path
     try:

@@ -25,8 +25,8 @@ from torch import Tensor
 __version__ = "0.1.0"  # of moh_vision; pyproject.toml reads it from here
 CONFIG = "config.yaml"  # a run's configuration
 LOCK = ".lock"
-# Matches what DDP ("module.") and torch.compile ("_orig_mod.") add to names of tensors: prefixes in any order, and for a
-# compiled block also "_orig_mod." inside the name.
+# Matches what DDP ("module.") and torch.compile ("_orig_mod.") add to names of tensors: prefixes in any order, and
+# inside the name the "_orig_mod." of a compiled block.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
 # Attempts to get a lock. A process that has just been killed may hold its lock for a moment, and so may its children.
 ATTEMPTS = 20
@@ -84,7 +84,9 @@ def memory_limit(device) -> int | None:
 
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
-    """Lock a folder in the `with` block, so that one process at a time writes into it; raise ValueError if it is locked.
+    """Lock a folder for the `with` block, so that one process at a time writes into it.
+
+    Raise ValueError if another process has locked the folder.
 
     The lock is on the file `folder`/.lock, which names the owner's process and host. The system releases the lock
     however the process ends; a .lock file that a killed process left is not locked, and does no harm. On NFS the server
@@ -141,9 +143,9 @@ def _is_named(file, path: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
-    """Open a hidden file for writing, and rename it to `path` at the end of the `with` block; after an error, delete it.
+    """Open a hidden file for writing, and rename it to `path` at the end of the `with` block.
 
-    The folder of `path` is made if needed, and an earlier file is replaced. With `shared`, several processes may write
+    After an error the hidden file is deleted, and `path` is as before. The folder of `path` is made if needed, and an earlier file is replaced. With `shared`, several processes may write
     `path` at once: the last one to rename wins. A raised OSError always has a filename.
     """
     hidden = hidden_path(path, shared)

@@ -1,1 +1,1 @@
-"""Training runs of any model: configuration, steps, checkpoints, logging, signals. Imports attention/ and common/ only."""
+"""Training runs of any model: configuration, steps, checkpoints, logs, signals. Imports only attention/ and common/."""

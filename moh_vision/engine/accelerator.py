@@ -31,7 +31,7 @@ def make_accelerator(
     torch.backends.cudnn.allow_tf32 = tf32
     # ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides the plain argument, but not a plugin.
     accumulation = GradientAccumulationPlugin(num_steps=1)
-    # The default timeout of collectives, 10 minutes, is too short while the main process indexes shards or encodes text.
+    # While the main process indexes shards or encodes text, the others may wait longer than the default 10 minutes.
     patient = InitProcessGroupKwargs(timeout=timedelta(hours=4))
     accelerator = Accelerator(
         mixed_precision=mixed_precision,

@@ -52,7 +52,7 @@ class Best:
             self.waited += 1
 
     def replay(self, run: Path, start: int) -> Self:
-        """Restore the state after `start` steps from the run's log and, if weights are written, from best.safetensors."""
+        """Restore the state after `start` steps, from the run's log and with `write` also from best.safetensors."""
         file = run / BEST
         if self.write and file.exists():
             try:

@@ -43,7 +43,7 @@ class Phase:
     def average_gates(self) -> None:
         """Average the gates' gradients over all processes; every process calls it.
 
-        The gates are small: this all-reduce is cheap, where DistributedDataParallel would reduce gradients of all weights.
+        The gates are small, so this all-reduce is cheap; DistributedDataParallel would reduce the gradients of all weights.
         """
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
 
@@ -125,7 +125,7 @@ class BlockDescent:
         return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
-        """Yield the phases of a step, with the model prepared for each; afterwards put it into the state for evaluation."""
+        """Yield the phases of a step, with the model prepared for each; afterwards prepare it for evaluation."""
         names = []
         if self.in_turns and (epoch % self.period == 0 or not self.weights):  # algorithm 3
             names.append(GATES)

@@ -98,7 +98,7 @@ class TrainingState:
         return Snapshot(taken, dict(optimizers=optimizers, scaler=scaler))
 
     def check_options(self, name: str) -> None:
-        """Raise ValueError if an option of an optimiser cannot be stored as JSON; the message calls the optimiser `name`."""
+        """Raise ValueError, naming the optimiser as `name`, if one of its options cannot be stored as JSON."""
         for optimizer in self.optimizers:
             for path, value in _plain_values(_flat_state(optimizer, "")).items():
                 try:
@@ -266,7 +266,10 @@ def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
 
 
 def _flat_state(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Any]:
-    """Flatten an optimiser's state dict: names are PREFIX"INDEX/KEY" for a parameter's state, PREFIX"groupN/KEY" for options."""
+    """Flatten an optimiser's state dict.
+
+    A parameter's state has names PREFIX + "INDEX/KEY", the options of a group have names PREFIX + "groupN/KEY".
+    """
     state = optimizer.state_dict()
     groups = {f"group{i}": group for i, group in enumerate(state["param_groups"])}
     return {

@@ -171,9 +171,9 @@ def _make(config_class: type, values: dict[str, Any]) -> Any:
 def _without_idle(
     config: Section, values: dict[str, Any], given: set[str], files: str, prog: str
 ) -> Any:
-    """Raise ValueError for a key that has no effect; but drop it if it is from a file and an option took its effect away.
+    """Raise ValueError for a key that has no effect; drop the key instead if a file gives it and an option disables it.
 
-    Dropped keys are named in a line. Values that are false or null are never refused; nor are defaults in a file.
+    A printed line names the dropped keys. Values such as false and null are always allowed, and defaults in files too.
 
     Args:
         config: the configuration, made from `values`.
@@ -235,8 +235,8 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
 def _value(name: str, texts: list[str], known: Key) -> Any:
     """Convert the texts behind an option to the key's type.
 
-    One text may be YAML or a plain text; several texts, or one for a list, may be a list of YAML values or of plain
-    texts. The first reading that fits the type counts.
+    The first reading that fits the type counts. A single text is read as YAML, then as plain text; after that, all
+    texts are read as a list of YAML values, then as a list of plain texts.
     """
     if name == "help":
         return texts or [""]
@@ -266,7 +266,7 @@ def _single(name: str, texts: list[str]) -> str:
 
 
 def _put(earlier: Any, path: list[str], value: Any) -> Any:
-    """Return a copy of the mapping `earlier` with `value` at a path of nested keys; for an empty path return `value`."""
+    """Return a copy of the mapping `earlier` with `value` at a path of nested keys; an empty path gives `value`."""
     if not path:
         return value
     mapping = {}
@@ -350,7 +350,7 @@ def load(text: str, where: str, otherwise: str | None = None) -> Any:
 
 
 def load_as(file: Path, text: str) -> Any:
-    """Return the plain values of the text of a .yaml or JSON file; raise ValueError, naming the file, if it is neither."""
+    """Return the plain values of the text of a .yaml or JSON file; raise ValueError, naming the file, if it is broken."""
     if file.suffix == ".yaml":
         return load(text, str(file))
     try:
@@ -388,7 +388,7 @@ def _read(
     Args:
         name: path of the file, relative to `folder`, or the name of a configuration of the package.
         keys: known keys by name.
-        prog: the script, whose configurations have its keys; "": any script.
+        prog: the script that reads the file, for the message about a file that another script takes; "": any script.
         folder: the folder to which paths are relative.
         option: the option or key that named the file, for messages.
         upon: number of files of which this one is the base, directly or not.

@@ -62,7 +62,7 @@ class ModelConfig(Section, section="model"):
             )
 
     def arguments(self) -> dict:
-        """Return the keyword arguments of timm.create_model that are set; for `pretrained`, those of the conversion too."""
+        """Return the keyword arguments of timm.create_model that are set, including those of a conversion."""
         not_arguments = ("name", "kwargs", "pretrained", "convert")
         arguments = {
             name: value

@@ -40,7 +40,7 @@ def key(default: Any = MISSING, **options: Any) -> Any:
         gt, ge, lt, le: limit of a number, or of each number in a list: a number, or the name of a key of the section.
         rising: for a pair: the first number is at most the second.
         ends: for a path: the allowed endings.
-        needs: a condition without which the key has no effect: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in
+        needs: a condition without which the key has no effect: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE". A * in
             VALUE matches any text. " or " joins alternatives; "; " joins conditions that must all hold. ".KEY" is a key
             of the same section.
         also: names that other projects use for the key, with or without a section.
@@ -257,7 +257,7 @@ def texts_of(section_class: type) -> dict[str, str]:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """Return a value in the type `hint`, with a list as a tuple or an int as a float if needed; else raise TypeError."""
+    """Return a value in the type `hint`, turning lists into tuples and ints into floats; raise TypeError if it differs."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if origin in UNIONS:
@@ -403,7 +403,7 @@ def changed_keys(old: dict, new: Section, allowed: Iterable[str]) -> list[str]:
 
 
 def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) from nested dicts. A dict is a section, or the value of a key whose type is a mapping."""
+    """Yield (dotted name, value) from nested dicts. A dict is a section, or the value of a key that takes a mapping."""
     for short, value in tree.items():
         name = f"{prefix}{short}"
         is_section = name not in keys and any(known.startswith(f"{name}.") for known in keys)

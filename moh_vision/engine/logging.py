@@ -1,4 +1,4 @@
-"""What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a progress bar or lines, its last lines."""
+"""What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a progress bar or lines, result files."""
 
 import contextlib
 import hashlib
@@ -223,7 +223,7 @@ def numbers(values: dict, prefix: str = "") -> dict:
 
 
 def logged(metrics: Path) -> Iterator[dict]:
-    """Yield the entries of metrics.jsonl, skipping torn lines; raise ValueError, naming the file, if it is not a log."""
+    """Yield the entries of metrics.jsonl, without torn lines; raise ValueError, naming the file, if it is not a log."""
     if not metrics.exists():
         return
     remedy = "move the file away to go on without it"
@@ -275,7 +275,7 @@ def commit(clone: Path) -> str | None:
 
 
 def ending(wing: str, run: Path, objective: str | None = None) -> str:
-    """Return the last lines that a run prints: its files, and commands to run next; diffusion passes its `objective`."""
+    """Return the last lines that a run prints: its files, and commands to run next. Diffusion gives its `objective`."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
     commands = list(NEXT[wing])

@@ -109,7 +109,7 @@ def start_loop(  # noqa: PLR0913
 
 
 def make_schedule(optim, span: Span, changes: dict) -> partial:
-    """Return `learning_rate` as a function of the step alone; print a line if the warm-up takes over a third of the run.
+    """Return `learning_rate` as a function of the step alone; print a line if the warm-up exceeds a third of the run.
 
     Args:
         optim: section optim of the configuration.

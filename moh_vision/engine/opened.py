@@ -12,7 +12,7 @@ from moh_vision.engine.accelerator import make_accelerator
 
 
 def refuse_options(options: Sequence[str], why: str) -> None:
-    """Raise ValueError if options are given where none has an effect; the message names the first one and says `why`."""
+    """Raise ValueError if there are options where none has an effect; the message names the first, and says `why`."""
     names = [option for option in options if option.startswith("--")]
     if names:
         raise ValueError(f"{names[0].partition('=')[0]} has no effect: {why}")

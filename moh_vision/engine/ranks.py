@@ -1,4 +1,4 @@
-"""Collectives, with which the processes of a run exchange results and errors. Every process calls them, but for `say`."""
+"""Collectives, with which the processes of a run exchange results and errors. Every process must call them."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def say(text: str) -> None:
-    """Print a line once per machine: on its local main process."""
+    """Print a line once per machine, on its local main process; not a collective."""
     if PartialState().is_local_main_process:
         progress.say(text)
 
@@ -24,7 +24,7 @@ def say(text: str) -> None:
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
     """Do `call` on every process; then return on each the message of the first process that failed, or None.
 
-    Only exceptions of `kinds` count as failures; others are raised at once. A thread passes a process `group` of its own.
+    Only exceptions of `kinds` count as failures; others are raised at once. A thread needs its own process `group`.
     """
     problem = None
     try:

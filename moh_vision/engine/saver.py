@@ -64,16 +64,17 @@ class Saver:
         self.told = False
         self.problem: str | None = None
         self.writing: Future | None = None
-        # The threads have a process group of their own: in one group, their collectives would mix with those of training.
+        # The threads have their own process group, so that their collectives do not mix with those of training.
         self.group = None
         if accelerator.num_processes > 1:
             self.group = dist.new_group(backend="gloo")
 
     def save(self, step: int, metadata: dict[str, object], last: bool = False) -> None:
-        """Copy the state after `step` steps, and write it in a thread; if `last` or not `background`, wait for the thread.
+        """Copy the state after `step` steps, and write it in a thread.
 
-        The weights store `metadata`, from which the model can be rebuilt. Every process raises SaveError after three
-        failures in a row, or if the `last` save failed.
+        The `last` save, and without `background` every save, waits for the thread. The weights store `metadata`, from
+        which the model can be rebuilt. Every process raises SaveError after three failures in a row, or if the `last`
+        save failed.
         """
         if self.writing and not self.writing.done():
             say(f"step {step} waits for the checkpoint that is being written")

@@ -31,7 +31,7 @@ def learning_rate(
         step: index of the step, from 0.
         peak: the rate after the warm-up.
         schedule: what follows the warm-up. "constant" stays at `peak`; "cosine" (half a period) and "linear" fall to
-            `floor` at `max_steps`; "inverse_sqrt" falls with 1 / sqrt(steps done), down to `floor` (Vaswani 2017, eq. 3).
+            `floor` at `max_steps`; "inverse_sqrt" falls as 1 / sqrt(step + 1) down to `floor` (Vaswani 2017, eq. 3).
         warmup_steps: steps of the linear warm-up.
         max_steps: steps of the run.
         floor: the smallest rate after the warm-up.
@@ -107,7 +107,9 @@ def clip_gradients(accelerator, parameters: Iterable[nn.Parameter], max_norm: fl
 
 
 class Agreement(NamedTuple):
-    """What all processes know before an update. It is the same on each: a process that acted alone would block the rest.
+    """What all processes know before an update.
+
+    It is the same on every process: one that skipped or stopped alone would block the others.
 
     Attributes:
         bad_loss: whether some process had a loss that is not finite.
@@ -167,8 +169,8 @@ class SkippedSteps:
         Args:
             step: the step of the update.
             agreed: what the processes know of the update.
-            scaler: the gradient scaler of fp16, or None. A gradient that overflows at a scale of 1 or more is not counted:
-                the scaler is still lowering its scale, and the model may be sound.
+            scaler: the gradient scaler of fp16, or None. An overflow at a scale of 1 or more is not counted: the scaler
+                is still lowering its scale, and the model may be sound.
             norm: norm of the gradients.
             loss: mean loss of this process.
             lr: learning rate.
