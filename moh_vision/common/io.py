@@ -145,8 +145,9 @@ def _is_named(file, path: Path) -> bool:
 def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
     """Open a hidden file for writing, and rename it to `path` at the end of the `with` block.
 
-    After an error the hidden file is deleted, and `path` is as before. The folder of `path` is made if needed, and an earlier file is replaced. With `shared`, several processes may write
-    `path` at once: the last one to rename wins. A raised OSError always has a filename.
+    After an error the hidden file is deleted, and `path` is as before. The folder of `path` is made if needed. With
+    `shared`, several processes may write `path` at once: the last one to rename wins. A raised OSError always has a
+    filename.
     """
     hidden = hidden_path(path, shared)
     try:

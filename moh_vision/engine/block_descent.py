@@ -43,7 +43,7 @@ class Phase:
     def average_gates(self) -> None:
         """Average the gates' gradients over all processes; every process calls it.
 
-        The gates are small, so this all-reduce is cheap; DistributedDataParallel would reduce the gradients of all weights.
+        The gates are small, so this all-reduce is cheap; DistributedDataParallel would reduce all gradients.
         """
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
 

@@ -257,7 +257,7 @@ def texts_of(section_class: type) -> dict[str, str]:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """Return a value in the type `hint`, turning lists into tuples and ints into floats; raise TypeError if it differs."""
+    """Return a value in the type `hint`, turning lists into tuples and ints into floats, or raise TypeError."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if origin in UNIONS:
