@@ -3,8 +3,8 @@
     G   the model mixes all experts; only the gates learn, by an SGD of their own                      algorithm 1
     F   each sequence runs one expert, drawn by its gate; all weights except those of the gates learn  algorithm 2
 
-In every fifth epoch, beginning with epoch 0, a step has phase G and then F, on the same batch; in other epochs it has
-F alone (algorithm 3). For a model without gates a step has one phase, an ordinary update.
+In every period-th epoch (fifth in the paper), beginning with epoch 0, a step has phase G and then F, on the same batch;
+in other epochs it has F alone (algorithm 3). For a model without gates a step has one phase, an ordinary update.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Phase:
 class BlockDescent:
     """Splits the steps of a training loop into phases.
 
-    Parameters that do not learn in a phase have requires_grad False in it: they cost no backward, and
+    Parameters that do not learn in a phase have requires_grad False during it: backward skips them, and
     DistributedDataParallel expects no gradient for them. In mode "joint" gates and experts learn in one phase (NoBCD),
     and all gradients are clipped by one norm. In both modes gates learn by SGD without momentum: with momentum, the
     paper saw one expert win over all others (appendix A).
@@ -111,7 +111,7 @@ class BlockDescent:
             # `_step_gates` updates the gates. They are in a group so that the gradient scaler and FSDP know them.
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
-        # Freeze the gates first: DistributedDataParallel notes when made which parameters require a gradient.
+        # Freeze the gates now: DistributedDataParallel, when it is made, notes which parameters require a gradient.
         self._switch(WEIGHTS, "soft")
         if self.weights or not self.in_turns:
             self.task, self.optimizer = self.accelerator.prepare(task, optimizer)

@@ -123,6 +123,7 @@ def parse_config(
         path_inside = name[len(key_name) :].split(".")[1:]
         values[key_name] = _put(values.get(key_name), path_inside, value)
         given.add(key_name)
+    # Check the types of values from files here, where the message can name the file.
     for name, origin in origins.items():
         if name not in given:
             keys[name].as_type(values[name], name, f"{origin}: ")

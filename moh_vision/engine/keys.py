@@ -55,7 +55,7 @@ def key(default: Any = MISSING, **options: Any) -> Any:
 
 
 class Idle(NamedTuple):
-    """A condition for the effect of keys that is too complex for `needs` of `key`."""
+    """A condition under which keys have an effect, where `needs` of `key` cannot express it."""
 
     keys: str  # patterns of the keys' names, separated by spaces
     has_effect: Any  # whether the keys have an effect; only its truth value counts
@@ -95,7 +95,7 @@ class Key(NamedTuple):
         numbers = list(_numbers(value))
         if not all(math.isfinite(number) for number in numbers if type(number) is float):
             return False
-        if value == [] and self.default != []:
+        if value == [] and self.default != []:  # an empty list is allowed only where it is the default
             return False
         for _, holds, bound in self.bounds:
             if isinstance(bound, str):  # the name of another key of the section
@@ -169,6 +169,7 @@ class Section:
             setattr(cls, name, value)
 
     def __post_init__(self):
+        # Sections inside this one have converted and checked their own keys already.
         named = {
             f"{self.section}.{key.field}".strip("."): key
             for key in keys_of(type(self)).values()
@@ -184,7 +185,7 @@ class Section:
         """Raise ValueError for keys that contradict each other."""
 
     def idle(self) -> Iterator[Idle]:
-        """Yield conditions for the effect of keys that are too complex for `needs` of `key`."""
+        """Yield the conditions under which keys have an effect, where `needs` of `key` cannot express them."""
         return iter(())
 
     def tree(self) -> dict:

@@ -41,7 +41,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
-        """Handle a signal."""
+        """End the process, or note the signal if a step is running; the handler of both signals."""
         name = signal.Signals(number).name
         now = time.monotonic()
         if not self.begun:
