@@ -65,6 +65,7 @@ def refuse_unwritable(option: str, path: Path | str) -> None:
     path = Path(path).absolute()
     folder = path
     try:
+        # Find the nearest folder that exists; `path` itself may be a file.
         while not folder.exists() or (folder == path and folder.is_file()):
             folder = folder.parent
         # Try it: permissions do not tell whether root may write, whether the path is in /proc, or the disk is full.

@@ -78,7 +78,8 @@ def _one_edit_apart(a: str, b: str) -> bool:
     a = a[: len(a) - end]
     b = b[: len(b) - end]
     swapped = len(a) == 2 and a == b[::-1]
-    return swapped or len(a) <= 1 and len(b) <= 1
+    one_letter = len(a) <= 1 and len(b) <= 1
+    return swapped or one_letter
 
 
 def message_of(error: BaseException) -> str:

@@ -108,7 +108,7 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
             file = opened.enter_context(open(path, "a+"))
             try:
                 lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # If the former owner has removed this file in the meantime, the lock is worthless: try again.
+                # Only a file that still has its name counts: the former owner may have removed this one meanwhile.
                 if _is_named(file, path):
                     break
             except (BlockingIOError, PermissionError):  # locked; POSIX allows either error

@@ -136,7 +136,7 @@ class TrainingState:
             elif self.ema:
                 say(f"{folder} has no EMA; it starts from the weights of that step")
                 self.ema.set(getattr(self.task, "module", self.task).model)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a RuntimeError too, but not the checkpoint's fault
             raise
         except (
             RuntimeError,
