@@ -77,7 +77,7 @@ def memory_limit(device) -> int | None:
     if device.type != "cpu":
         return None
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # the file holds "max" if the container has no limit
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in it: no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
 

@@ -83,8 +83,8 @@ class AttentionRecord:
         self.line = here["line"]
         self.refused = []
         kept_path = kept(PATH)
-        if kept_path not in operators.PATHS[device]:  # stored on another device, so the bits differ anyway
-            kept_path = None
+        if kept_path not in operators.PATHS[device]:
+            kept_path = None  # stored on another type of device: the last bits differ anyway
         self.path = kept_path or here["path"]
         self.table = kept(TABLE)
         if self.table is None and here["off"]:

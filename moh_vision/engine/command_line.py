@@ -32,8 +32,10 @@ from moh_vision.engine.keys import (
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
 MAX_BYTES = 2**20  # largest size of a configuration file
-MAX_DEPTH = 20  # deepest nesting of values in values, and longest chain of files, each the base of the one before
-KEY_WIDTH = 32  # width of the column of keys in --help; the text of a longer key begins on the next line
+# Deepest nesting of values in values, and longest chain of files of which each is the base of the one before.
+MAX_DEPTH = 20
+# Width of the column of keys in --help. The text of a longer key begins on the next line.
+KEY_WIDTH = 32
 
 
 @dataclass
@@ -162,7 +164,8 @@ def _make(config_class: type, values: dict[str, Any]) -> Any:
             for name, value in values.items()
             if name.startswith(start)
         }
-        if section:  # begin with the field's defaults, which may differ from those of the section's class
+        if section:
+            # Begin with the field's defaults, which may differ from those of the section's class.
             arguments[f.name] = replace(f.default_factory(), **section)
         elif f.name in values:
             arguments[f.name] = values[f.name]

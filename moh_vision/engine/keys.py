@@ -29,7 +29,8 @@ NUMBERS = dict(
     lt=("below", operator.lt),
     le=("at most", operator.le),
 )
-UNIONS = (typing.Union, types.UnionType)  # `Literal[...] | None` is a typing.Union, `int | None` a UnionType
+# `Literal[...] | None` is a typing.Union, `int | None` is a UnionType.
+UNIONS = (typing.Union, types.UnionType)
 
 
 def key(default: Any = MISSING, **options: Any) -> Any:
@@ -95,8 +96,8 @@ class Key(NamedTuple):
         numbers = list(_numbers(value))
         if not all(math.isfinite(number) for number in numbers if type(number) is float):
             return False
-        if value == [] and self.default != []:  # an empty list is allowed only where it is the default
-            return False
+        if value == [] and self.default != []:
+            return False  # an empty list is allowed only where it is the default
         for _, holds, bound in self.bounds:
             if isinstance(bound, str):  # the name of another key of the section
                 bound = getattr(section, bound)
@@ -160,7 +161,7 @@ class Section:
     section: ClassVar[str] = ""  # name of the section
     needs: ClassVar[str] = ""  # `needs` of `key`, for all keys of the section
     free: ClassVar[bool] = False  # `free` of `key`, for all keys of the section
-    runs: ClassVar[type | None] = None  # configuration class of the runs that its key checkpoint may name
+    runs: ClassVar[type | None] = None  # configuration class of the runs that --checkpoint names
 
     given: ClassVar[frozenset[str]] = frozenset()  # keys that the command line gives
 

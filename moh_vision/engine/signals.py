@@ -32,7 +32,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # a shell ignores SIGINT for background jobs
+            # Leave ignored signals alone: a shell ignores SIGINT for background jobs.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 

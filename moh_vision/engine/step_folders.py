@@ -27,7 +27,8 @@ from moh_vision.common.io import (
 
 FORMAT = 4
 RECORD = "step.json"
-EXPORTED = ("model.safetensors", "ema.safetensors")  # files of the newest checkpoint that RUN has too
+# Files of the newest checkpoint that RUN has too, see `export`.
+EXPORTED = ("model.safetensors", "ema.safetensors")
 
 
 def seal(folder: Path, step: int, sums: dict[str, str], plain: dict[str, object]) -> None:
