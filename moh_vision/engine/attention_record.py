@@ -68,6 +68,7 @@ class AttentionRecord:
             here["stored"] = {}
             if self.folder and (self.folder / RECORD).exists():
                 here["stored"] = _read(self.folder / RECORD)
+            # Build operators only when `build` says so, unless the user has set MOH_VISION_BUILD.
             os.environ.setdefault(BUILD, "later")
             if build and os.environ[BUILD] == "later" and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
@@ -101,14 +102,14 @@ class AttentionRecord:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({why})")
             self.path = "torch"
             self.line = f"{plain} on all processes ({why})"
-        elif self.path != here["path"]:
+        elif self.path != here["path"]:  # the stored path is "torch", but operators are here
             take = f"--allow-change {PATH} takes the operators"
             self.line = f"{plain}, as {self.folder} began; {take}"
         if not self.refused:
             operators.use(self.path)
             try:
                 measurement_table.use_table(self.table or {})
-            except ValueError as error:  # of another version or card
+            except ValueError as error:  # the table was measured with another version or card
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
 

@@ -99,9 +99,9 @@ class Saver:
             raise SaveError(f"{problem}; {hint}")
 
     def wait(self) -> None:
-        """Wait for the save that is being written; raise what its thread raised, which is always a bug.
+        """Wait for the save that is being written; raise any exception of its thread.
 
-        Failures that a user can fix, such as a full disk, are in `problem` instead.
+        A failure to write, such as a full disk, raises nothing here: it is noted in `problem`.
         """
         writing = self.writing
         self.writing = None

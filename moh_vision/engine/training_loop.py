@@ -354,8 +354,7 @@ class TrainingLoop:
     def _fetched(self, batches: Iterable[dict], count: int) -> Iterator[dict]:
         """Yield the next `count` micro-batches. Bad data ends the run; each process that met it prints a line."""
         with self.setup.errors((BadData,), every_rank=True):
-            for batch in islice(batches, count):  # noqa: UP028  `yield from` would close them after a step
-                yield batch
+            yield from islice(batches, count)
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
         """Return the micro-batches; a run without a measurement table first makes one with the first of them."""
