@@ -354,7 +354,7 @@ def load(text: str, where: str, otherwise: str | None = None) -> Any:
 
 
 def load_as(file: Path, text: str) -> Any:
-    """Return the plain values in the text of a YAML or JSON file; raise ValueError, naming the file, if it is broken."""
+    """Return the plain values in the text of a YAML or JSON file; raise ValueError, naming it, for broken text."""
     if file.suffix == ".yaml":
         return load(text, str(file))
     try:

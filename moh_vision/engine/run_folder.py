@@ -86,8 +86,8 @@ class RunFolder:
             changed: takes the earlier configuration; returns how `config` differs from it, one text per key.
             records: such as a `DataRecord` or a `FrozenRecord`; each is compared with what an earlier run saved.
             attention: an `AttentionRecord` or None; settings that it refuses count as changed.
-            resumes: whether a checkpoint will be loaded. Then the caller writes the records after loading the checkpoint,
-                which may not fit a change that --allow-change lets pass.
+            resumes: whether a checkpoint will be loaded. Then the caller writes the records, after loading the
+                checkpoint: it may not fit a change that --allow-change lets pass.
         """
         folder = self.path
         goes_on = self.goes_on  # read it before anything is moved or written
