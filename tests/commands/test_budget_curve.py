@@ -51,7 +51,7 @@ def test_shares_are_spread_as_the_model_s_own():
     assert active(budgets_of(ramp, ["uniform:0.75"]))[0.75] == [6] * 3
     for model in (ramp, uniform):  # shared heads stay
         for of in budgets_of(model, None).values():
-            assert [b.shared for b in of] == [
+            assert [b.shared for b in of.heads] == [
                 layer.budget.shared for layer in attention_layers(model)
             ]
 
