@@ -168,17 +168,19 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def _route(
         self, x: Tensor, stats: list[RoutingStats] | None, padded: Tensor | None
     ) -> tuple[Tensor | None, Routing]:
-        """Return queries [B, H, N, D], where the router reads them, and the routing; append its statistics to `stats`."""
+        """Return queries [B, N, H, D], where the router reads them, and the routing; append its statistics to `stats`."""
         collects = stats is not None and len(stats) == self.layer_idx
         queries = None
+        router_queries = None  # as routers read them, [B, H, N, D]
         if self.needs_query:
-            queries = self.project_queries(x).transpose(1, 2)
+            queries = self.project_queries(x)
+            router_queries = queries.transpose(1, 2)
         learns = self.training or torch.is_grad_enabled()
         if self.needs_query and x.shape[1] == 1 and not collects and not learns:
             # One token at a time nobody asks for more than the choice.
-            routing = self.router.choose(queries)
+            routing = self.router.choose(router_queries)
         else:
-            routing = self.router(x, queries, padded)
+            routing = self.router(x, router_queries, padded)
         if collects:
             stats.append(routing.stats)
         return queries, routing
@@ -191,7 +193,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         if queries is None:
             q = self.q_proj(x).view(shape)
         else:
-            q = queries.transpose(1, 2)
+            q = queries
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
