@@ -1,4 +1,4 @@
-"""`select_executor` picks the executor of a call. "auto" skips heads only where that is known to be faster than all heads."""
+"""`select_executor` picks the executor of a call. "auto" skips heads only where that is known to be faster."""
 
 import logging
 from functools import lru_cache

@@ -6,7 +6,7 @@ from moh_vision.attention.routing import Call
 
 
 class Executor:
-    """Computes equation (*) for one call of a layer, in three steps. The output and all gradients equal those of `Reference`.
+    """Computes equation (*) for one call of a layer, in three steps. Output and gradients equal those of `Reference`.
 
     Args:
         layer: a HeadMixtureAttention, whose projections are used.

@@ -29,7 +29,7 @@ class InPlace(Executor):
         return 1.0 if path_of(layer, call) == "cpp" else 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, N, D], k and v [B, G, M, D]. If they are views of one product, `attend` reads the product instead."""
+        """Return q [B, H, N, D], k and v [B, G, M, D]. If they are views of one product, `attend` reads that instead."""
         self.product = readable_product(self.layer, self.call)
         return self.layer.project(self.call._replace(product=self.product))
 

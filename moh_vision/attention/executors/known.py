@@ -1,14 +1,14 @@
-"""The rule of `auto` for calls that were not measured: with how many active heads the C++ operators are faster than all heads.
+"""The rule of `auto` for calls that were not measured: with how many active heads the C++ operators beat all heads.
 
-The rule follows from measurements with torch 2.14 on two cores of each processor below. `moh_vision.measure` measures the
-user's own machine.
+It follows from measurements with torch 2.14 on two cores of each processor below. `moh_vision.measure` measures the user's
+own machine.
 
-    float32, AMD Zen 5      With AVX-512 and with AVX2: faster up to 11 of 12 heads, forward and in training. torch calls MKL,
-                            which on AMD reaches about half of the speed of the operators with AVX-512.
-    float32, Intel          With AVX-512: 10 of 12 heads take as long as all heads. With heads of width 72, which is no multiple
-                            of the vector length, 12 of 16 heads are slower than all.
-    16 bits                 On processors with AVX512-BF16, `InPlace` is faster up to 11 of 12 heads. It differs from `Masked`
-                            in attention alone, where the operator is faster than torch even with that many heads.
+    float32, AMD Zen 5      With AVX-512 and with AVX2: faster up to 11 of 12 heads, forward and in training. torch calls
+                            MKL, which on AMD reaches about half of the speed of the operators with AVX-512.
+    float32, Intel          With AVX-512: 10 of 12 heads take as long as all heads. With heads of width 72, which is no
+                            multiple of the vector length, 12 of 16 heads are slower than all heads.
+    16 bits                 On processors with AVX512-BF16, `InPlace` is faster up to 11 of 12 heads. It differs from
+                            `Masked` in attention alone, where the operator beats torch even with that many heads.
 """
 
 from functools import lru_cache

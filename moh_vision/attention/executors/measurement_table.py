@@ -1,6 +1,6 @@
-"""`MeasurementTable`: for which calls skipping heads takes less time on this machine. The executor "auto" looks calls up in it.
+"""`MeasurementTable`: for which calls skipping heads takes less time on this machine. The executor "auto" reads it.
 
-A process has one table. It is read from the user's cache, unless a run sets another with `use_table`.
+A process has one table: that of the user's cache, unless `use_table` sets another.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from moh_vision.common.io import cache_folder, write_whole
 log = logging.getLogger("moh_vision.attention")
 
 VARIABLE = "MOH_VISION_MEASURE"
-# Keys are the words of `choice.key_of`. A row is [tokens, keys, batch, active heads, the faster executor, ratio], where ratio
-# is the time of skipping heads over the time of all heads, or None where skipping failed.
+# Keys are the words of `choice.key_of`. A row is [tokens, keys, batch, active heads, faster executor, ratio]; the ratio is the
+# time of skipping heads over the time of all heads, or None where skipping failed.
 Rows = dict[str, list[list]]
 
 
@@ -72,7 +72,7 @@ class MeasurementTable:
     def add(self, rows: Rows) -> None:
         """Add rows; a new row replaces an old one of the same sizes.
 
-        Rows are sorted by active heads, then by batch, because `auto` takes the first row that is large enough for a call.
+        Rows are sorted by active heads, then by batch: `auto` takes the first row that is large enough for a call.
         """
         merged = {}
         for key in [*self.rows, *rows]:
@@ -108,7 +108,7 @@ def current_table() -> MeasurementTable:
 
 
 def use_table(record: dict | None) -> None:
-    """Set the table of this process from a record (see `MeasurementTable.from_record`); None: read the user's cache again."""
+    """Set the table of this process from a record, see `MeasurementTable.from_record`. None: use the user's cache again."""
     global _current
     if record is None:
         _current = None

@@ -14,7 +14,7 @@ from moh_vision.attention.routing import Call
 
 
 def heads_that_run(call: Call) -> Tensor:
-    """Return the indices of K heads for each sequence [B or 1, K]: its active heads in rising order, then others to fill up."""
+    """Return K heads for each sequence, as indices [B or 1, K]: its active heads in rising order, then others to fill up."""
     active = call.routing.active.squeeze(1)  # [B or 1, H]
     H = active.shape[1]
     K = call.routing.count or int(active.sum(1).max())
@@ -91,9 +91,9 @@ class SlicedProducts:
 
 
 class LookedUpProducts:
-    """For a GPU, without gradients: a Triton kernel reads the rows of the weight that a sequence's heads need, without a copy.
+    """For a GPU, without gradients: Triton kernels read a sequence's rows from the weight of all heads, without a copy.
 
-    See `kernels.project_heads`.
+    See `kernels.project_heads` and `kernels.combine_heads`.
     """
 
     def __init__(self, layer: nn.Module, call: Call):
@@ -193,8 +193,8 @@ class GatheredLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             dx = torch.bmm(grad, gather(weight, rows, ctx.dim))
             parts = torch.bmm(grad.mT, x)  # [S, O, I], the gradient of the gathered weights
-            # Sum the gradients of each head over sequences, by a product with a matrix of 0 and 1: unlike index_add it
-            # accumulates in float32 also for 16-bit tensors, and always in the same order.
+            # Sum the gradients of each head over sequences by a product with a matrix of 0 and 1: it accumulates in float32
+            # also for 16-bit tensors, and always in the same order.
             H = weight.shape[ctx.dim]
             D = weight.shape[ctx.dim + 1]
             which = F.one_hot(rows.flatten(), H).to(parts.dtype).t()  # [H, S * K]
@@ -218,7 +218,7 @@ def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 
 def alike(active: Tensor) -> bool:
-    """Return whether all sequences chose the same heads, active [B, H]; False on a GPU, where reading that would synchronise."""
+    """Return whether all sequences chose the same heads, active [B, H]; False on a GPU, where asking would synchronise."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
     if active.shape[0] == 1:
