@@ -438,7 +438,7 @@ def parse_share(spec: object) -> Share:
 
 
 def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
-    """Warn if rounding to whole heads changes a share by more than 5 points. "uniform", which rounds each layer, may do so."""
+    """Warn if rounding to whole heads changes a share by more than 5 points, which is possible for "uniform"."""
     if isinstance(spec, (list, tuple)):
         return
     if abs(active / heads - parse_share(spec).active) > NEAR:

@@ -21,8 +21,8 @@ from moh_vision.common.io import cache_folder, write_whole
 log = logging.getLogger("moh_vision.attention")
 
 VARIABLE = "MOH_VISION_MEASURE"
-# Keys are the words of `choice.key_of`. A row is [tokens, keys, batch, active heads, faster executor, ratio]; the ratio is the
-# time of skipping heads over the time of all heads, or None where skipping failed.
+# Keys are the words of `choice.key_of`. A row is [tokens, keys, batch, active heads, faster executor, ratio]. The ratio is
+# the time of skipping heads over the time of all heads, or None where skipping failed.
 Rows = dict[str, list[list]]
 
 
