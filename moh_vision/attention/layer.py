@@ -32,7 +32,7 @@ from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
 from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
 
-torch.fx.wrap("visible")  # a leaf while tracing, where masks may be proxies that stand for None
+torch.fx.wrap("visible")  # a leaf while fx traces, because masks may then be proxies that stand for None
 
 SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")
@@ -57,8 +57,8 @@ class HeadMixtureAttention(nn.Module):
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
             `condition` that the caller gives.
-        executor: a name in EXECUTORS. While the layer is traced, exported or transformed by torch.func, every name means
-            "masked", because which heads run is known only at run time.
+        executor: a name in EXECUTORS. While the layer is traced, exported or transformed by torch.func, "auto" and "packed"
+            mean "masked", because which heads run is known only at run time.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.

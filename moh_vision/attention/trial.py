@@ -213,7 +213,7 @@ def check_same(want: list[Tensor], got: list[Tensor], tolerance: float) -> None:
     for index, (w, g) in enumerate(zip(want, got, strict=True)):
         scale = largest[index]
         if index > 0:
-            # The gradient of the keys' bias is 0 apart from rounding: judge such a one on the scale of the others.
+            # Not its own scale alone: the gradient of the keys' bias, for one, is 0 apart from rounding.
             scale = max(scale, 0.1 * largest_gradient)
         torch.testing.assert_close(g, w, rtol=0, atol=tolerance * scale)
 

@@ -62,7 +62,10 @@ def first_that_skips(
 def faster(
     layer: nn.Module, call: Call, executor: type[Executor], compiling: bool
 ) -> tuple[type[Executor], str]:
-    """Return the faster of `executor`, which skips heads, and the layer's executor of all heads; and the reason."""
+    """Return the faster of `executor`, which skips heads, and the layer's executor of all heads; and the reason.
+
+    The measurement table decides, if it has a row for the call; else the rule of `known`.
+    """
     B, N, M, K = sizes_of(layer, call)
     if call.cache is None:
         for tokens, keys, batch, active, picked, _ in look_up(key_of(layer, call, executor)):
@@ -79,7 +82,7 @@ def faster(
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
-    """Return B, N, M and K of a call without a cache."""
+    """Return B, N, M and K of a call without a cache; if K varies by token, the largest K."""
     B, N, _ = call.x.shape
     M = N
     if call.context is not None:

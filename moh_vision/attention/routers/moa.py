@@ -65,7 +65,7 @@ class MoARouter(TopKRouter):
         if self.is_noisy:
             noise = torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
             logits = logits + noise
-        return choose(logits, *self.numbers, padding_mask=padding_mask)
+        return choose(logits, *self.settings, padding_mask=padding_mask)
 
     @property
     def is_noisy(self) -> bool:
@@ -73,12 +73,12 @@ class MoARouter(TopKRouter):
         return self.noise is not None and self.training
 
     @property
-    def numbers(self) -> tuple[int, int, int, str]:
-        """Return the fields of a `LinearRouter` after its weight."""
+    def settings(self) -> tuple[int, int, int, str]:
+        """Return the fields of a `LinearRouter` after its weight, which are also arguments of `choose`."""
         gate_form = "renormalised" if self.renormalise else "paper"
         return self.num_candidates, 0, self.num_routed, gate_form
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
         if self.is_noisy or not plain(self.gate, GateLinear):
             return None
-        return LinearRouter(self.gate.weight, *self.numbers)
+        return LinearRouter(self.gate.weight, *self.settings)

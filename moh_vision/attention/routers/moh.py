@@ -73,7 +73,7 @@ class MoHRouter(TopKRouter):
         if router is not None:
             return route(x, router, padding_mask)
         logits = torch.cat([linear(x) for linear in self.linears], -1)
-        return choose(logits, *self.numbers, padding_mask)
+        return choose(logits, *self.settings, padding_mask)
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -82,8 +82,8 @@ class MoHRouter(TopKRouter):
         return [linear for linear in every if linear is not None]
 
     @property
-    def numbers(self) -> tuple[int, int, int, str, bool]:
-        """Return the fields of a `LinearRouter` after its weight."""
+    def settings(self) -> tuple[int, int, int, str, bool]:
+        """Return the fields of a `LinearRouter` after its weight, which are also arguments of `choose`."""
         gate_form = "released" if self.released else "paper"
         balanced = self.balance is not None
         return self.num_candidates, self.num_shared, self.num_routed, gate_form, balanced
@@ -99,4 +99,4 @@ class MoHRouter(TopKRouter):
             weight = linears[0].weight
         else:
             weight = torch.cat([linear.weight for linear in linears])
-        return LinearRouter(weight, *self.numbers)
+        return LinearRouter(weight, *self.settings)
