@@ -81,8 +81,8 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
     calls: Calls = {}
     reasons: Reasons = {}
     if model.training:
-        collect(calls, model, forward, True, compiled, reasons=reasons)
-    elapsed = collect(calls, model, forward, False, compiled, reasons=reasons)
+        collect(calls, model, forward, training=True, compiled=compiled, reasons=reasons)
+    elapsed = collect(calls, model, forward, training=False, compiled=compiled, reasons=reasons)
     rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * elapsed))
     current_table().add(rows)
     for line in table_lines(rows, reasons):
@@ -138,7 +138,7 @@ def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
 def table_lines(rows: Rows, reasons: Reasons) -> Iterator[str]:
     """Yield a line for each call and, below it, lines for executors that skip heads: the time, or why one cannot run."""
     for (key, (B, N, M, K)), by_executor in reasons.items():
-        tried, mode, heads, _ = key.split(maxsplit=3)
+        tried, mode, heads, _ = key.split(maxsplit=3)  # executor, mode and number of heads, see `key_of`
         skips = False
         took = "there was no time left to measure it"
         for row in rows.get(key, ()):
