@@ -32,7 +32,7 @@ from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
 from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
 
-torch.fx.wrap("visible")  # a leaf while fx traces, because masks may then be proxies that stand for None
+torch.fx.wrap("visible")  # a leaf while fx traces: masks may then be proxies that stand for None
 
 SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")
@@ -42,7 +42,7 @@ class Attended(NamedTuple):
     """The tokens that x attends to in one call."""
 
     crosses: bool  # True: tokens of a context; False: x itself, and the cached tokens before x
-    context: Tensor | None  # [B, M, C] where it has yet to be projected to keys and values, else None
+    context: Tensor | None  # [B, M, C] if it has yet to be projected to keys and values, else None
     padding: Tensor | None  # [B, M], True at padding of the context
     past: int  # number of cached tokens before x; 0 with a context
     keys: int  # M, number of keys, cached ones included
@@ -235,9 +235,7 @@ class HeadMixtureAttention(nn.Module):
         if not attended.crosses and cache is None:
             routing, product = self.route_and_project(x, padded)
         if product is None:
-            routing, q = self.route(
-                x, padded, condition, attended.context, attended.padding, cache
-            )
+            routing, q = self.route(x, padded, condition, attended.context, attended.padding, cache)
         dropout_p = self.attn_drop.p if self.training else 0.0
         call = Call(
             x, routing, attended.context, q, mask, causal, dropout_p, rotary, cache, product
@@ -266,7 +264,9 @@ class HeadMixtureAttention(nn.Module):
         if context is None:
             past = 0 if cache is None else cache.length
             keys = past + x.shape[1]
-            return Attended(crosses=False, context=None, padding=context_padding, past=past, keys=keys)
+            return Attended(
+                crosses=False, context=None, padding=context_padding, past=past, keys=keys
+            )
         if cache is not None:
             raise ValueError(
                 "a KeyValueCache is for self-attention, not with a context: give a ContextCache"
@@ -403,7 +403,8 @@ class HeadMixtureAttention(nn.Module):
         product = call.product
         if product is None:
             product = self.qkv(call.x)
-        q, k, v = product.split(self.rows, -1)  # three names, because fx cannot trace `*` of a proxy
+        # Three names, because fx cannot trace `*` of a proxy.
+        q, k, v = product.split(self.rows, -1)
         return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:

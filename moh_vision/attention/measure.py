@@ -49,7 +49,8 @@ WORDS = dict(
 
 CallKey = tuple[str, tuple[int, int, int, int]]  # the words of `key_of`, and (B, N, M, K)
 Calls = dict[CallKey, Recorded]
-Reasons = dict[CallKey, dict[str, str]]  # for each call: name of executor -> why it cannot skip heads; "" where it can
+# For each call: name of executor -> why it cannot skip heads; "" where it can.
+Reasons = dict[CallKey, dict[str, str]]
 
 
 def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
@@ -138,7 +139,8 @@ def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
 def table_lines(rows: Rows, reasons: Reasons) -> Iterator[str]:
     """Yield a line for each call and, below it, lines for executors that skip heads: the time, or why one cannot run."""
     for (key, (B, N, M, K)), by_executor in reasons.items():
-        tried, mode, heads, _ = key.split(maxsplit=3)  # executor, mode and number of heads, see `key_of`
+        # The key begins with executor, mode and number of heads, see `key_of`.
+        tried, mode, heads, _ = key.split(maxsplit=3)
         skips = False
         took = "there was no time left to measure it"
         for row in rows.get(key, ()):

@@ -266,7 +266,8 @@ def copied(layer: nn.Module) -> nn.Module:
     duplicate._forward_pre_hooks_with_kwargs.clear()
     for module in duplicate.modules():
         if isinstance(module, GateNorm):
-            module.over_processes = False  # only the main process measures: an all-reduce would wait forever
+            # Only the main process measures: an all-reduce would wait forever.
+            module.over_processes = False
     return duplicate
 
 

@@ -9,7 +9,7 @@ from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.reference import attention_matrix
 
-torch.fx.wrap("attend")  # a leaf while fx traces, because masks may then be proxies that stand for None
+torch.fx.wrap("attend")  # a leaf while fx traces: masks may then be proxies that stand for None
 
 
 class Masked(Executor):

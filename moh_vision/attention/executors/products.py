@@ -139,7 +139,8 @@ class GatheredProducts:
         self.layer = layer
         self.call = call
         self.heads = heads_that_run(call)  # [B, K]
-        self.rows = self.heads  # [S, K], the heads of each gathered weight; S = 1 if all sequences share one, else B
+        # [S, K], the heads of each gathered weight; S = 1 if all sequences share one weight, else B.
+        self.rows = self.heads
         if alike(call.routing.active.squeeze(1)):
             self.rows = self.heads[:1]
 

@@ -77,5 +77,6 @@ def attention_matrix(
         scores = scores.masked_fill(~attn_mask, -float("inf"))
     else:
         scores = scores + attn_mask
-    blind = scores.isneginf().all(-1, keepdim=True)  # rows without a visible key, whose softmax would be NaN
+    # Rows without a visible key, whose softmax would be NaN.
+    blind = scores.isneginf().all(-1, keepdim=True)
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)

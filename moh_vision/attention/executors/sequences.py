@@ -71,7 +71,7 @@ class Sequences(Executor):
         """Return the outputs of the heads that run [B, K, N, D]."""
         call = self.call
         mask = call.attn_mask
-        if mask is not None and mask.shape[1] > 1:  # one for each head: pick those of the heads that run
+        if mask is not None and mask.shape[1] > 1:  # one mask per head: pick the heads that run
             B = q.shape[0]
             heads = self.products.heads.long().expand(B, -1)[:, :, None, None]
             mask = mask.expand(B, -1, -1, -1)

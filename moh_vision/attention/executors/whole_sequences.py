@@ -64,7 +64,8 @@ class WholeSequences(Tokens):
         """Return the outputs of the pairs [P, D]."""
         call = self.call
         runs = self.pairs.offsets.diff() > 0  # [H * B], whether the head runs for the sequence
-        source = runs.cumsum(0, dtype=torch.int32) - 1  # [H * B], index 0 .. X - 1 of its keys and values in k and v
+        # [H * B], the index 0 .. X - 1 of the keys and values of each head and sequence in k and v.
+        source = runs.cumsum(0, dtype=torch.int32) - 1
         H = self.layer.num_heads
         N = call.x.shape[1]
         return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask, source)
