@@ -9,6 +9,8 @@ own machine.
                             multiple of the vector length, 12 of 16 heads are slower than all heads.
     16 bits                 On processors with AVX512-BF16, `InPlace` is faster up to 11 of 12 heads. It differs from
                             `Masked` in attention alone, where the operator beats torch even with that many heads.
+                            `Sequences`, which gathers weights for every sequence, is faster with 14 of 16 heads for 256
+                            tokens, but slower with 7 of 8 heads for 128 tokens.
 """
 
 from functools import lru_cache
@@ -21,6 +23,8 @@ SMALLEST_QUERIES = 25_000  # elements in the queries of all heads (B * N * H * D
 MOST = 0.9  # largest share of active heads with which skipping is faster
 MOST_OF_UNEVEN_WIDTHS = 0.7  # the same where the head width is no multiple of VECTOR
 VECTOR = 16  # float32 elements in an AVX-512 vector
+MOST_OF_SHORT = 0.75  # the same for `Sequences` with fewer than SHORT tokens, for which gathering weights costs more
+SHORT = 197
 
 
 @torch.compiler.assume_constant_result  # the processor does not change, and torch.compile need not trace its detection
@@ -30,6 +34,13 @@ def share_in_float32(head_dim: int) -> float:
         return 1.0
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and head_dim % VECTOR:
         return MOST_OF_UNEVEN_WIDTHS
+    return MOST
+
+
+def share_of_gathered(tokens: int) -> float:
+    """Return the largest share of active heads with which `Sequences`, on sequences of `tokens`, is known to be faster."""
+    if tokens < SHORT:
+        return MOST_OF_SHORT
     return MOST
 
 
