@@ -40,27 +40,29 @@ from moh_vision.opening import kind_of, open_run
 REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
-VISIT = 0.1  # seconds of one look at the clock
-DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first one found
-Budgets = tuple[HeadBudget, ...]
+VISIT = 0.1  # least seconds that a model is timed in a round
+DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first one that all runs have
+Budgets = tuple[HeadBudget, ...]  # one for each layer
 
 
 class Timed(NamedTuple):
     """A model that is timed at one share of its heads."""
 
-    milliseconds: list[float]
-    """One number a round, in the end their quartiles."""
+    milliseconds: list[float]  # one time per round; at the end `take_turns` replaces them by their quartiles
     model: nn.Module
     budgets: Budgets
-    forward: Callable[[], object]
-    """Runs the model on one batch."""
+    forward: Callable[[], object]  # runs the model on one batch
 
 
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
-    """Find budgets by the share of heads that they run, the model's own among them.
+    """Return {share of heads: budgets of the layers}, sorted by share, the model's own budgets included.
 
-    Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
-    SHARES. A dense model has one share.
+    A dense model has one entry, all heads.
+
+    Args:
+        model: the model.
+        shares: shares such as "0.75", which keeps the shape of the model's budget, or "uniform:0.75"; they are rounded
+            to whole heads. None: those of SHARES that the model allows.
     """
     saved = tuple(layer_budgets(model))
     if is_dense(model):
@@ -96,8 +98,11 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
 def measure(
     names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None
 ) -> list[dict]:
-    """Score and time the models of runs at `budgets_of`; check all budgets first."""
-    passes = [one.forward() for one in opened]  # also opens what scores
+    """Score and time the models of runs at the budgets that `budgets_of` returns.
+
+    All budgets are checked before the first model is scored.
+    """
+    passes = [one.forward() for one in opened]  # this also opens the data for the scores
     budgets = []
     for name, one in zip(names, opened):
         try:
@@ -146,13 +151,17 @@ def measure(
 
 
 def plain_values(scores: dict) -> dict:
-    """Keep the numbers and texts of scores; lists are long, and nothing draws them."""
+    """Return the scores that are numbers or texts, for the JSON; lists are left out because they are long."""
     return {key: value for key, value in scores.items() if isinstance(value, (int, float, str))}
 
 
 def take_turns(timed: Sequence[Timed]) -> None:
-    """Time forward passes in rounds, each in another order; write quartiles into their `milliseconds`."""
-    from torch.utils.benchmark import Timer  # warns of a CUDA toolkit without a GPU
+    """Time forward passes in rounds of random order; write the quartiles into each `milliseconds`.
+
+    A slow phase of the machine then falls on all models and shares alike.
+    """
+    # Imported here because the import warns where there is a CUDA toolkit but no GPU.
+    from torch.utils.benchmark import Timer
 
     threads = torch.get_num_threads()
     for number in range(ROUNDS + 1):
@@ -211,7 +220,7 @@ def options(add) -> None:
 def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
-            # parse_share also reads a share of shared heads: those stay as they are.
+            # parse_share also accepts a share of shared heads, which this command does not change.
             understood = parse_share(share).shared is None
         except ValueError:
             understood = False
@@ -228,7 +237,7 @@ def figure(options) -> Drawn:
     for run in options.runs:
         given = options.rest
         if opened and wings[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
-            # A folder that is no run has neither data nor a precision: take the first run's.
+            # A folder without config.yaml, such as a published one, names no data and no precision: take the first run's.
             first = opened[0].config
             root = ["--data.root", first.data.root]
             given = [*root, "--mixed_precision", first.mixed_precision, *given]
