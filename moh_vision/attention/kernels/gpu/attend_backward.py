@@ -56,7 +56,7 @@ def probabilities(scores, scale, lse, spec: tl.constexpr):
     """Return softmax probabilities from scores and their log-sum-exp to base 2."""
     power = scores * scale - lse
     if spec.MASK == FLOAT_MASK:
-        # Where a bias of -1e9 hides all keys, `lse` is so large that rounding loses the sum, and the power might exceed 0.
+        # Keep probabilities at most 1: where a bias of -1e9 hides all keys, `lse` is so large that rounding loses its sum.
         power = tl.minimum(power, 0.0)
     return tl.exp2(power)
 
