@@ -9,7 +9,7 @@ the weight that belong to its slots:
 The gate g of a head multiplies its values: softmax(q k) (g v) = g softmax(q k) v.
 
 This is for inference only. In training, on an H100 and with half of the heads of ViT-B, the gradient of x takes 1.3 times and
-that of the weight 2.7 times as long as cuBLAS takes for all heads (docs/results/speed.md).
+that of the weight 2.7 times as long as PyTorch's product for all heads (docs/results/speed.md).
 """
 
 from typing import NamedTuple
@@ -48,8 +48,8 @@ ROWS = {
     "tf32": ProductBlock(128, 64, 32, 8, 2),
     "float32": ProductBlock(32, 32, 32, 4, 1),
 }
-# The block of `_columns_kernel`, by precision. It has one stage more than ROWS: a stage loads the indices of the weight's
-# columns, and the next one the columns.
+# The block of `_columns_kernel`, by precision. Where loads are pipelined it has one stage more than ROWS, because the indices
+# of the weight's columns are loaded one stage before the columns.
 COLUMNS = {
     "16 bits": ProductBlock(128, 128, 64, 8, 4),
     "tf32": ProductBlock(128, 64, 32, 8, 3),
