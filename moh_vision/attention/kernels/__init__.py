@@ -13,7 +13,7 @@ On a GPU, and in 16 bits on a CPU, PyTorch computes the linear layers for all he
     attend_in_place   all Q, K, V, gates -> weighted outputs of the pairs that run, 0 elsewhere
 
 A pair is a (head, sequence, token) that runs. Pairs are a sorted list (`Pairs`) without padding. `eager` has the same
-operators in plain PyTorch. Letters are those of `moh_vision.attention`; also T = B * N tokens, P pairs, and G key-value heads.
+operators in plain PyTorch. Letters are those of `moh_vision.attention`; T = B * N tokens, P pairs, G key-value heads.
 """
 
 import torch

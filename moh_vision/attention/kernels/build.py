@@ -1,7 +1,7 @@
 """Compile, find and load the C++ operators, and choose the path of operators for a process: C++, Triton or PyTorch.
 
-`python -m moh_vision.attention.kernels` compiles the C++ operators once on the user's machine and stores them in the user's
-cache folder. They are never required: without them plain PyTorch does the same work, only slower.
+`python -m moh_vision.attention.kernels` compiles the C++ operators once on the user's machine and stores them in the
+user's cache folder. They are never required: without them plain PyTorch does the same work, only slower.
 """
 
 import fcntl
@@ -35,8 +35,8 @@ VARIABLE = "MOH_VISION_KERNELS"
 # "later" until their set-up is done.
 BUILD = "MOH_VISION_BUILD"
 SOURCES = Path(__file__).with_name("csrc")
-# The operators are compiled for the instruction set that torch's own kernels use. ATEN_CPU_CAPABILITY=avx2 restricts both to
-# AVX2.
+# The operators are compiled for the instruction set that torch's own kernels use. ATEN_CPU_CAPABILITY=avx2 restricts
+# both to AVX2.
 ISA = {"AVX512": "avx512", "AVX2": "avx2"}
 ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "default": []}
 
@@ -58,9 +58,9 @@ def path(device: str = "cpu") -> str:
         "triton"  Triton's kernels, on a GPU; in Triton's interpreter also on a CPU, for tests
         "torch"   the same functions in plain PyTorch
 
-    If `use` has not been called, it is the first of these that is available. The first call chooses the path for the rest of
-    the process, even if the library is built meanwhile. It logs the choice under `moh_vision.attention`, as a WARNING if
-    C++ operators could be built.
+    If `use` has not been called, it is the first of these that is available. The first call chooses the path for the
+    rest of the process, even if the library is built meanwhile. It logs the choice under `moh_vision.attention`, as a
+    WARNING if C++ operators could be built.
     """
     if device not in PATHS:
         return "torch"
@@ -337,7 +337,7 @@ def _flags() -> list[str]:
         "-fopenmp",
         f"-std=c++{standard}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        "-DAT_PER_OPERATOR_HEADERS",  # cuts the time to compile to a third
+        "-DAT_PER_OPERATOR_HEADERS",  # one header per operator, not one of all: much faster to compile
         "-ffp-contract=fast",
         *ISA_FLAGS[isa()],
     ]

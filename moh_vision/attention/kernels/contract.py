@@ -31,11 +31,11 @@ def differentiate(
     Args:
         name: name with its library's, such as "moh_vision::attend".
         oracle: computes the same in PyTorch, from the same inputs; returns the differentiable outputs.
-        backward: (gradients of the outputs, inputs, kept outputs) -> gradients of the inputs, which calls an operator. It may
-            leave out gradients at the end: the remaining inputs have none.
+        backward: calls the operator's backward: (gradients of the outputs, inputs, kept outputs) -> gradients of the
+            inputs. It may return fewer than there are inputs: the last ones have no gradient.
         kept: indices of the outputs that are saved for `backward`.
         constant: indices of the outputs that have no gradient.
-        dropped: indices of the inputs that are not saved for `backward` and have no gradient; `backward` gets None for them.
+        dropped: indices of the inputs that are not saved for `backward`, which gets None for them; they have no gradient.
         reads_outputs: the first argument of the oracle is the list of kept outputs; the inputs follow.
     """
 

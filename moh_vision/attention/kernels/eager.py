@@ -1,8 +1,7 @@
 """The operators in plain PyTorch. They compute all heads.
 
 Tests compare the compiled operators with these functions, and second derivatives of the compiled operators are computed
-through them. Where there is no compiled operator, `choose` and `gate_logits` route, and `project` and `combine` also run for
-16-bit tensors.
+through them. Where there is no compiled operator, `choose` and `gate_logits` route, and `project` and `combine` run too.
 """
 
 import torch
@@ -216,8 +215,8 @@ def heads_last(x: Tensor) -> Tensor:
 def select_top_k(scores: Tensor, k: int) -> Tensor:
     """Mark the k largest scores of each token: scores [E, B, N] -> bool [E, B, N], True exactly k times per token.
 
-    Among equal scores the lower index wins, so a new router, whose scores are all 0, chooses the same heads on every device.
-    NaN counts as -inf.
+    Among equal scores the lower index wins, so a new router, whose scores are all 0, chooses the same heads on every
+    device. NaN counts as -inf.
     """
     if k == 0 or k == scores.shape[0]:
         return torch.full(scores.shape, k > 0, dtype=torch.bool, device=scores.device)

@@ -1,15 +1,15 @@
 """Multiply each sequence by the weights of the heads that it runs, in Triton, without a gathered copy of the weights.
 
-Every sequence s runs K heads; slot j holds the j-th of them, head(s, j). A tile of a product looks up the rows or columns of
-the weight that belong to its slots:
+Every sequence s runs K heads; slot j holds the j-th of them, head(s, j). A tile of a product looks up the rows or
+columns of the weight that belong to its slots:
 
     q, k, v   y[s, t, j, d] = sum_c x[s, t, c] W[head(s, j) * D + d, c]     looks up rows of W, the columns of the result
     output    y[s, t, c] = sum_jd o[s, t, j, d] W[c, head(s, j) * D + d]    looks up columns of W, over which it sums
 
 The gate g of a head multiplies its values: softmax(q k) (g v) = g softmax(q k) v.
 
-This is for inference only. In training, on an H100 and with half of the heads of ViT-B, the gradient of x takes 1.3 times and
-that of the weight 2.7 times as long as PyTorch's product for all heads (docs/results/speed.md).
+This is for inference only. In training, on an H100 and with half of the heads of ViT-B, the gradient of x would take 1.3
+times and that of the weight 2.7 times as long as PyTorch's product for all heads (docs/results/speed.md).
 """
 
 from typing import NamedTuple
@@ -48,8 +48,8 @@ ROWS = {
     "tf32": ProductBlock(128, 64, 32, 8, 2),
     "float32": ProductBlock(32, 32, 32, 4, 1),
 }
-# The block of `_columns_kernel`, by precision. Where loads are pipelined it has one stage more than ROWS, because the indices
-# of the weight's columns are loaded one stage before the columns.
+# The block of `_columns_kernel`, by precision. Where loads are pipelined it has one stage more than ROWS, because the
+# indices of the weight's columns are loaded one stage before the columns.
 COLUMNS = {
     "16 bits": ProductBlock(128, 128, 64, 8, 4),
     "tf32": ProductBlock(128, 64, 32, 8, 3),
