@@ -74,6 +74,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     heads = sum(budget.heads for budget in saved)
 
     def allowed(share: str) -> Budgets | None:
+        """Return the budgets at a share, or None if the model's shared heads do not allow it."""
         try:
             return budgets_at(model, share)
         except ValueError:
@@ -102,44 +103,44 @@ def measure(
 
     All budgets are checked before the first model is scored.
     """
-    passes = [one.forward() for one in opened]  # this also opens the data for the scores
+    passes = [run.forward() for run in opened]  # this also opens the data for the scores
     budgets = []
-    for name, one in zip(names, opened):
+    for name, run in zip(names, opened):
         try:
-            budgets.append(budgets_of(one.model, shares))
+            budgets.append(budgets_of(run.model, shares))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    data = [one.scored_on.format(c=one.config) for one in opened]
-    for name, one, text in zip(names, opened, data):
-        say(f"{name}: weights of {one.metadata['weights']}; scored on {text}")
+    data = [run.scored_on.format(c=run.config) for run in opened]
+    for name, run, text in zip(names, opened, data):
+        say(f"{name}: weights of {run.metadata['weights']}; scored on {text}")
     lines = []
     timed: list[Timed] = []
-    for name, one, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):
-        first = attention_layers(one.model)[0]
+    for name, run, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):
+        first = attention_layers(run.model)[0]
         line = dict(
             run=name,
-            weights=one.metadata["weights"],
-            model=one.metadata["architecture"],
+            weights=run.metadata["weights"],
+            model=run.metadata["architecture"],
             data=text,
             batch_size=size,
             scope=first.scope,
             executor=first.executor,
-            share=head_budget(one.model)["share"],
+            share=head_budget(run.model)["share"],
             shares=list(by_share),
             layers=[[[b.shared, b.routed] for b in chosen] for chosen in by_share.values()],
             scores=[],
             milliseconds=[[] for _ in by_share],
         )
         for (share, chosen), times in zip(by_share.items(), line["milliseconds"]):
-            with running(one.model, chosen):
-                scores = one.scores()
+            with running(run.model, chosen):
+                scores = run.scores()
             line["scores"].append(plain_values(scores))
             texts = []
             for key in DRAWN:
                 if scores.get(key) is not None:
                     texts.append(f"{COLUMNS[key].title} {scores[key]:.4g}")
             say(f"{name}: {100 * share:5.1f} % of the heads, {', '.join(texts)}")
-            timed.append(Timed(times, one.model, chosen, forward))
+            timed.append(Timed(times, run.model, chosen, forward))
         lines.append(line)
     take_turns(timed)
     for line in lines:
@@ -177,8 +178,8 @@ def take_turns(timed: Sequence[Timed]) -> None:
 
 def draw(lines: Sequence[dict]):
     """Draw the results of `measure`: scores above, latency below, one colour per model."""
-    every = [scores for line in lines for scores in line["scores"]]
-    key = next(key for key in DRAWN if all(scores.get(key) is not None for scores in every))
+    all_scores = [scores for line in lines for scores in line["scores"]]
+    key = next(key for key in DRAWN if all(scores.get(key) is not None for scores in all_scores))
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained"
     )

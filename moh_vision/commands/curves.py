@@ -73,8 +73,8 @@ def figure(options) -> Drawn:
             logs.append((f"{options.beside} as shipped", [shipped_log(options.beside)]))
         lines, x = learning_curves(logs, options.window)
         y = loss_label(runs)
-    runs = [str(folder) for folder in options.runs]
-    numbers = dict(x=x, y=y, runs=runs, lines=[line.numbers() for line in lines])
+    folders = [str(folder) for folder in options.runs]
+    numbers = dict(x=x, y=y, runs=folders, lines=[line.numbers() for line in lines])
     return Drawn(draw_lines(lines, x, y), numbers, f": {len(lines)} lines over {x}")
 
 

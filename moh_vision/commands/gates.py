@@ -47,7 +47,7 @@ def figure(options) -> Drawn:
             seed = run.config.get("seed")
             if gates["layers"]:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
-            del gates["columns"]
+            del gates["columns"]  # for `gate_text` alone
             scores = {
                 key: value
                 for key, value in run.scores.items()
@@ -117,9 +117,10 @@ def entropy_table(
         deviations = [record.get("bleu_random_std") for record in of_group]
         row["random expert, std of draws"] = mean_and_spread(deviations, 2)
         rows.append(row)
+    # `order` comes first, then the further columns, which all rows have; empty columns are left out.
     titles = [
         title
-        for title in dict.fromkeys([*order, *row])
+        for title in dict.fromkeys([*order, *rows[-1]])
         if any(row.get(title, "-") != "-" for row in rows)
     ]
     return Table(titles, [[row.get(title, "-") for title in titles] for row in rows], notes)

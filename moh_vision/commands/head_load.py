@@ -97,16 +97,16 @@ def draw(
         raise ValueError(f"--by {by}: {closest(by, load.groups)}")
     if layer is not None and not 0 <= layer < len(load.layers):
         raise ValueError(f"--layer {layer}: expected 0 to {len(load.layers) - 1}")
-    every = load.groups[by]
+    known = load.groups[by]
     for name in names or ():
-        if name not in every:
-            such = ", ".join(nearest(name, every) or every[:5])
+        if name not in known:
+            examples = ", ".join(nearest(name, known) or known[:5])
             raise ValueError(
-                f"--groups {name}: no {by} has this name; there are {len(every)}, such as {such}"
+                f"--groups {name}: no {by} has this name; there are {len(known)}, such as {examples}"
             )
-    groups = list(range(len(every)))
+    groups = list(range(len(known)))
     if names:
-        groups = [every.index(name) for name in names]
+        groups = [known.index(name) for name in names]
     if form == "bars":
         if layer is None:
             layer = [len(load.layers) - 1, *load.choosing()][-1]
@@ -134,8 +134,8 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     if choosing and not numbered:
         layers = choosing
         first = [load.layers[layer]["shared"] for layer in layers]
-    every = load.share(by)
-    shares = [every[layer][groups, start:] for layer, start in zip(layers, first)]
+    share_of_layer = load.share(by)
+    shares = [share_of_layer[layer][groups, start:] for layer, start in zip(layers, first)]
     height = min(max(2.8, 1.5 + 0.24 * len(groups)), 16.0)  # inches
     nth = math.ceil(NAME * len(groups) / (height - 1.3))
     label = by

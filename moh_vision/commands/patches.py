@@ -112,17 +112,17 @@ def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray,
     """
     cells = [len(heads.active) + 1 for _, heads in layers]  # the heads and the image
     rows = [math.ceil(count / MOST_COLUMNS) for count in cells]
-    columns = [math.ceil(count / lines) for count, lines in zip(cells, rows)]
-    heights = [0.45 + (CELL + 0.2) * lines for lines in rows]
+    columns = [math.ceil(count / row_count) for count, row_count in zip(cells, rows)]
+    heights = [0.45 + (CELL + 0.2) * row_count for row_count in rows]
     size = (max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45)
     figure = plt.figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
     panels = figure.subfigures(len(layers), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for panel, (number, heads), *grid in zip(panels, layers, rows, columns):
+    for panel, (number, heads), row_count, column_count in zip(panels, layers, rows, columns):
         run = f"{heads.active.sum(0).float().mean():g} of {len(heads.active)} heads run for each patch"
         panel.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
-        first, *maps = panel.subplots(*grid, squeeze=False).flat
+        first, *maps = panel.subplots(row_count, column_count, squeeze=False).flat
         for cell in (first, *maps):
             cell.set_axis_off()
         first.imshow(seen, extent=UNIT)
@@ -143,18 +143,18 @@ def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray,
     return figure
 
 
-def chosen_layers(layers: Sequence[int] | None, every: Sequence[PatchHeads]) -> list[int]:
+def chosen_layers(layers: Sequence[int] | None, all_layers: Sequence[PatchHeads]) -> list[int]:
     """Return the layers to draw: those of --layer, or a middle one and the last of the layers that leave heads out.
 
     If no layer leaves heads out, all layers are candidates.
     """
     for number in layers or ():
-        if not 0 <= number < len(every):
-            raise ValueError(f"--layer {number}: expected 0 to {len(every) - 1}")
+        if not 0 <= number < len(all_layers):
+            raise ValueError(f"--layer {number}: expected 0 to {len(all_layers) - 1}")
     if layers:
         return list(layers)
-    choosing = [number for number, heads in enumerate(every) if not heads.active.all()]
-    choosing = choosing or range(len(every))
+    choosing = [number for number, heads in enumerate(all_layers) if not heads.active.all()]
+    choosing = choosing or range(len(all_layers))
     middle = choosing[(len(choosing) - 1) // 2]
     return sorted({middle, choosing[-1]})
 
@@ -186,12 +186,12 @@ def figure(options) -> Drawn:
     cfg = opened.model.pretrained_cfg
     image = validation_transform(cfg)(picture)  # [C, h, w]
     numbers, title = classified(opened, image, options.image)
-    every = patch_heads(opened.model, image)
-    if all((heads.gates == 1).all() for heads in every):
+    all_layers = patch_heads(opened.model, image)
+    if all((heads.gates == 1).all() for heads in all_layers):
         raise ValueError(
             f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw"
         )
-    layers = [(number, every[number]) for number in chosen_layers(options.layer, every)]
+    layers = [(number, all_layers[number]) for number in chosen_layers(options.layer, all_layers)]
     numbers["layers"] = [
         dict(
             layer=number,
@@ -202,5 +202,5 @@ def figure(options) -> Drawn:
         )
         for number, heads in layers
     ]
-    text = f": heads of {len(layers)} of {len(every)} layers, weights of {numbers['weights']}"
+    text = f": heads of {len(layers)} of {len(all_layers)} layers, weights of {numbers['weights']}"
     return Drawn(draw_patch_heads(layers, as_seen(image, cfg), title), numbers, text)

@@ -41,14 +41,14 @@ def draw_curves(
     log: use a logarithmic axis if the values are positive and span more than a factor of 10.
     """
     figure, axes = plt.subplots(figsize=(3.25, 2.3), layout="constrained")
-    every = [value for _, values in curves.values() for value in values]
+    all_values = [value for _, values in curves.values() for value in values]
     for name, (steps, values) in curves.items():
         parts = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
         ends = [steps[indices[-1]] for indices in parts]
         means = [np.mean([values[index] for index in indices]) for indices in parts]
         marker = "o" if len(parts) <= 20 else ""
         axes.plot(ends, means, color=colours[name], linewidth=1.3, marker=marker, markersize=3)
-    if log and min(every) > 0 and max(every) > 10 * min(every):
+    if log and min(all_values) > 0 and max(all_values) > 10 * min(all_values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")

@@ -144,9 +144,10 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
     notes = [MACS.format(INPUTS.get(runs[0].task, "a block of text"))]
     if len(groups) < len(runs):
         notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
-    for _, alike in groupby(groups, lambda named: named[1][0].model):
+    # `grouped` puts the groups of one model one after another; the papers' rows follow them.
+    for _, groups_of_model in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
-        for label, group in alike:
+        for label, group in groups_of_model:
             by_name = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
             for name, runs_at_share in (by_name or {label: group}).items():
                 sizes = sizes_of(runs_at_share[0])
