@@ -41,14 +41,15 @@ REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
 VISIT = 0.1  # least seconds that a model is timed in a round
-DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first one that all runs have
+# The score that is drawn is the first of these that all runs have.
+DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")
 Budgets = tuple[HeadBudget, ...]  # one for each layer
 
 
 class Timed(NamedTuple):
     """A model that is timed at one share of its heads."""
 
-    milliseconds: list[float]  # one time per round; at the end `take_turns` replaces them by their quartiles
+    milliseconds: list[float]  # one per round; in the end `take_turns` leaves their quartiles
     model: nn.Module
     budgets: Budgets
     forward: Callable[[], object]  # runs the model on one batch

@@ -38,7 +38,8 @@ from moh_vision.opening import kind_of, open_run
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are preprocessed
+# Keys of timm's configuration that say how images are preprocessed.
+PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 TOLERANCE = 1e-4  # largest difference over the largest output; float32 rounds to about 1e-6 of it
 # Where two heads of a token tie, rounding may choose the other one in the exported file. With other inputs this is
 # unlikely to happen again.
@@ -284,7 +285,8 @@ def write(
                 f"allowed is {TOLERANCE:g} of it"
             )
         weights = [path for path in Path(folder).iterdir() if path != file]
-        for path in (*weights, file):  # rename the file last: where it exists, its weights exist too
+        # Rename the file last: where it exists, its weights exist too.
+        for path in (*weights, file):
             fsync(path)
             give_name(path, output.with_name(path.name))
     runtime = f"torch {torch.__version__}"

@@ -144,7 +144,8 @@ def work(options) -> None:
         predictions.append(dict(image=files[number], classes=classes))
         shown = " | ".join(f"{100 * probability:.2f} % {name}" for name, probability in classes)
         is_read = say(f"{files[number]}: {shown}")
-        if not is_read and not options.output:  # nobody reads stdout, as behind `| head`, and no file is to be written
+        # Stop where nobody reads stdout any more, as behind `| head`, and no file is to be written.
+        if not is_read and not options.output:
             return
     if options.output:
         record = dict(

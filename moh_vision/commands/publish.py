@@ -90,7 +90,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     in_run = file.parent.resolve() == run.folder.resolve()
     drawn = run.json("scores.json") if run.wing == "diffusion" else {}
     results = {} if drawn else run.json("results.json")
-    same_weights = False  # whether the scores are of these weights, and not of the run's other weights
+    same_weights = False  # whether the scores are of these weights, not of others of the run
     signatures = ""
     if drawn:
         from moh_vision.diffusion.scores import record_text
@@ -99,7 +99,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
         signatures = record_text({key: drawn.get(key) for key in ("protocol", "versions")})
     elif results:
         step = results.get("step")
-        if file.stem == "best":  # "step" is the run's last one, which may be later than that of its best weights
+        if file.stem == "best":  # "step" is the run's last one, which may come after its best one
             step = results.get("best_step")
         same_name = Path(str(results.get("weights"))).stem == file.stem
         same_weights = in_run and same_name and metadata.get("step", step) == step
@@ -108,7 +108,8 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     elif in_run:
         same_name = file.name == weights_file(str(run.folder)).name
         same_weights = same_name and metadata.get("step") == scored.steps
-    of_suites = in_run and file.stem == "model"  # the command `lm`, which scores suites, reads model.safetensors
+    # The command `lm`, which scores suites, reads model.safetensors.
+    of_suites = in_run and file.stem == "model"
     kept = {}
     for key, value in scored.scores.items():
         applies = same_weights if key in COLUMNS else of_suites
@@ -173,7 +174,7 @@ def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, di
     try:
         plain = timm.create_model(name, **theirs)
         plain.load_state_dict(model.state_dict())
-    except (TypeError, RuntimeError):  # timm lacks some of our arguments and tensors, such as kv_heads
+    except (TypeError, RuntimeError):  # arguments or tensors that timm lacks, such as kv_heads
         return None
     return plain, theirs
 
@@ -223,7 +224,7 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
     with quiet():
         opened.model.save_pretrained(folder)
     options = dict(padding_side="right")
-    if run.task == TEXT["clm"]:  # pad on the left, because generation continues after the last token
+    if run.task == TEXT["clm"]:  # pad on the left: generation continues after the last token
         options = dict(padding_side="left")
     longest = getattr(opened.model.config, "max_position_embeddings", None)
     if longest is not None:

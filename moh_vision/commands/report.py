@@ -271,9 +271,7 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
     try:
         counts = np.array(tree.get("counts"), dtype=np.int64).reshape(-1, 3)
         fits = (
-            isinstance(classes, list)
-            and counts[:, :2].max() < len(classes)
-            and counts.min() >= 0
+            isinstance(classes, list) and counts[:, :2].max() < len(classes) and counts.min() >= 0
         )
     except (TypeError, ValueError, OverflowError):
         fits = False
@@ -287,7 +285,7 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
 def translations(runs: Named) -> Section:
     """Show a few sentences, each with its reference and the translations of all runs."""
     files, missing = having(runs, "translations.txt", "a run writes it at its end")
-    alike: dict[tuple, dict[str, list[str]]] = {}  # text that was translated -> run -> its translations
+    alike: dict[tuple, dict[str, list[str]]] = {}  # text -> run -> the run's translations of it
     for name, file in files.items():
         config = runs[name].config
         results = runs[name].json("results.json")

@@ -24,7 +24,7 @@ class Column(NamedTuple):
 
     title: str
     digits: int = 2  # decimals
-    keys: tuple[str, ...] = ()  # path of keys to the value in a file of scores; empty: the column's key alone
+    keys: tuple[str, ...] = ()  # path to the value in a file of scores; empty: the column's own key
 
 
 COLUMNS = {  # in the order of a table
@@ -57,7 +57,8 @@ COLUMNS = {  # in the order of a table
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
 FEW = 10  # classes: with up to so many, top-5 says little
-STARTED = ("device", "cores", "processes", "versions", "commit", "command")  # keys of a line in environment.jsonl
+# Keys of a line in environment.jsonl.
+STARTED = ("device", "cores", "processes", "versions", "commit", "command")
 # Keys or sections of a configuration that change neither weights nor scores. `score` is one of them because a file of
 # scores records the settings that it was made with.
 WITHOUT_EFFECT = (

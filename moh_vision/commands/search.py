@@ -32,7 +32,8 @@ REST = "RUN"
 # choose among all others.
 CONVERTED = "uniform:0.5"
 LossOf = Callable[[nn.Module], float]
-Losses = dict[int, float]  # of one layer: number of its active heads -> loss, while the other layers run all heads
+# For one layer: number of its active heads -> loss, while the other layers run all heads.
+Losses = dict[int, float]
 
 
 def search_budget(

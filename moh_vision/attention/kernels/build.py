@@ -47,7 +47,7 @@ PATHS = {
 }
 
 _used: str | None = None  # the argument of `use`
-_interprets = False  # whether Triton's interpreter runs, which takes tensors of any device; set by `use`
+_interprets = False  # whether Triton's interpreter runs, on tensors of any device; set by `use`
 _loaded = False  # whether the C++ operators are in this process
 
 

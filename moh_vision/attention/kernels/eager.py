@@ -180,7 +180,8 @@ class FloatLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):  # the caller of backward may have enabled autocast
+        # The caller of backward may have enabled autocast.
+        with torch.autocast(x.device.type, enabled=False):
             dx = grad @ weight.float()
             dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
         return dx.to(x.dtype), dweight.to(weight.dtype)
@@ -226,7 +227,7 @@ def select_top_k(scores: Tensor, k: int) -> Tensor:
     kth = scores.topk(k, dim=0)[0][-1:]  # [1, B, N]
     larger = scores > kth
     equal = scores == kth
-    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # how many of the equal ones are chosen
+    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # equal scores that are chosen
     return larger | (equal & (equal.cumsum(0, dtype=torch.int32) <= left))
 
 

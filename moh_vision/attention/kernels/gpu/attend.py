@@ -75,7 +75,8 @@ def attend_keys(
 
         new = tl.maximum(top, tl.max(scores, 1))
         base = new
-        if spec.MASK != NO_MASK:  # a query that has seen no key yet has top -inf, and -inf - -inf would be NaN
+        if spec.MASK != NO_MASK:
+            # A query that has seen no key yet has top -inf, and -inf minus -inf would be NaN.
             base = tl.where(new == -float("inf"), 0.0, new)
         if spec.MASK == FLOAT_MASK:
             # Subtract before scaling. A bias of -1e9 may hide all keys: then the products below are so large that the
@@ -136,7 +137,8 @@ def forward_kernel(
     )
     # fmt: on
 
-    total = tl.where(total == 0.0, 1.0, total)  # a query that sees no key: the output is 0, and `top` makes its lse -inf
+    # A query that sees no key has total 0: its output becomes 0, and `top` makes its lse -inf.
+    total = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + pair, (top * scale + tl.log2(total)) / LOG2E, mask=real)
     factor = 1.0 / total
     if spec.GATED:
@@ -225,7 +227,7 @@ class Given(NamedTuple):
     mask: Tensor | None  # [B, H, N, M], contiguous along M; uint8 or float
     mask_type: int  # the value of NO_MASK, BOOL_MASK or FLOAT_MASK
     is_causal: bool
-    gates_by: tuple[int, int, int]  # strides of the gates along b, n, h; 0 along n if a sequence has one gate per head
+    gates_by: tuple[int, int, int]  # strides of the gates along b, n, h; n: 0 if all n share a gate
     mask_by: tuple[int, int, int]  # strides of the mask along b, h, n
 
     @classmethod

@@ -24,7 +24,8 @@ from moh_vision.attention.routing import Routing
 
 log = logging.getLogger("moh_vision.attention")
 
-DEVICES = ("cuda",)  # device types on which kernels are tried; elsewhere, in Triton's interpreter, the tests compare them
+# Device types on which kernels are tried. Elsewhere, in Triton's interpreter, the tests compare them.
+DEVICES = ("cuda",)
 # Sizes of the inputs of comparisons.
 B = 2  # sequences
 N = 45  # tokens
@@ -284,7 +285,8 @@ def _router(gate_form: str) -> tuple[Tensor, Tensor, tuple, Tensor | None]:
     padding = None
     if gate_form != "released":
         padding = torch.arange(N) >= torch.tensor([[N], [N - 20]])
-    weight = eighths((CANDIDATES + 2 * shared, C)) / 8  # rows of candidates, of shared heads, and two if balanced
+    # Rows of candidates, and with the 2 shared heads their rows and the 2 that balance both groups.
+    weight = eighths((CANDIDATES + 2 * shared, C)) / 8
     return eighths((B, N, C)), weight, (CANDIDATES, shared, ROUTED, gate_form), padding
 
 

@@ -222,7 +222,8 @@ def _route_kernel(
     probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(
         logits, routed, router
     )
-    if router.RENORMALISED:  # divide here, not by way of the factor: a single chosen head has p / p, exactly 1
+    if router.RENORMALISED:
+        # Not by way of the factor: the gate of a single chosen head is p / p, which is exactly 1.
         routed_gates = tl.div_rn(
             probabilities, tl.broadcast_to(selected_sum[:, None], probabilities.shape)
         )
@@ -310,7 +311,8 @@ def _route_backward_kernel(
         )
         routed_product = tl.sum(tl.where(chosen, dgate * probs, 0.0), 1)
         dchosen = dgate
-        if router.RELEASED:  # the gradient also flows through the sum of chosen probabilities, which MoA detaches
+        if router.RELEASED:
+            # The gradient also flows through the sum of chosen probabilities, which MoA detaches.
             through_sum = tl.where(
                 routed < router.CANDIDATES, tl.div_rn(routed_product, selected_sum), 0.0
             )

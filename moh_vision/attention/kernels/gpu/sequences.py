@@ -26,7 +26,8 @@ from moh_vision.attention.kernels.gpu.blocks import (
     precision_of,
 )
 
-SIZES = ["S", "T"]  # arguments that kernels are not specialised to, so that other sizes compile nothing
+# Arguments that kernels are not specialised to, so that other sizes compile nothing.
+SIZES = ["S", "T"]
 # Which part of the product for q, k and v a program computes. The part of queries is 0.
 KEYS = tl.constexpr(1)
 VALUES = tl.constexpr(2)
