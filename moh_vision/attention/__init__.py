@@ -1,10 +1,11 @@
-"""The core: one layer whose heads are experts, for three papers (DESIGN: one equation).
+"""The core: one attention layer whose heads are experts, for the models of three papers (MoH, MoA, MAE).
 
     y_t = sum_h  w_h(x_t) * softmax(q_h(x_t) K_h^T / sqrt(D)) V_h  W_O^h            (*)
 
-`routers` say who works and how much, `executors` do the work, `layer` joins them; `mlp` is the same without attention.
-Letters used in every file: B batch, N query tokens, M key tokens, C model width, H heads,
-E routed candidates, K active heads, D head width.
+`routers` compute the weights w_h, `executors` compute the sum, and `layer` calls both; `mlp` does the same for groups of an
+MLP.
+Letters used in every file: B batch, N query tokens, M key tokens, C model width, H heads, G key-value heads,
+E candidates of the router, K active heads, D head width.
 """
 
 from moh_vision.attention.budget import BudgetSpec, HeadBudget, full_budget, resolve_budget

@@ -1,18 +1,18 @@
-"""How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for a model.
+"""How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for all layers of a model.
 
-What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. Of a model's budget other rooms use:
+What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. These functions handle the budget of a model:
 
-    a new model       default_budget     attention/routers         the head_budget of a router, where none is given
+    make a model      default_budget     attention/routers         the head_budget that a router has where a user gives none
                       new_budgets        models/head_budgets.py    resolve and note the budget of a model being built
-                      resolve_budget     here                      the budgets of layers that are not there yet
-    a model, read     head_budget        attention/model_heads.py  the table that users see
+                      resolve_budget     here                      the budgets of layers that do not exist yet
+    read it           head_budget        attention/model_heads.py  the table that users see
                       model_budgets      attention/model_heads.py  the budget of every layer, of attention and MLPs
-                      budgets_at         attention/model_heads.py  the budgets that its layers would have at another share
-    set               set_head_budget    models/head_budgets.py    run another share from now on, and record it
-    run with          running            attention/model_heads.py  run other budgets for a while
-    recorded          record_budget      models/head_budgets.py    write it where timm, diffusers or transformers saves it
+                      budgets_at         attention/model_heads.py  the budgets that the layers would have at another share
+    set it            set_head_budget    models/head_budgets.py    run another share from now on, and record it
+    set it for now    running            attention/model_heads.py  run other budgets inside a `with` block
+    record it         record_budget      models/head_budgets.py    write it where timm, diffusers or transformers saves it
                       saved_budget       models/head_budgets.py    arguments that make a model with the present budget
-    from weights      take_shared_heads  models/head_budgets.py    share the heads that the weights share
+    load weights      take_shared_heads  models/head_budgets.py    share the heads that are shared in the weights
 """
 
 import functools
@@ -26,27 +26,28 @@ from typing import NamedTuple
 log = logging.getLogger("moh_vision.attention")
 BudgetSpec = float | str | Sequence[Sequence[int]]
 
-NEAR = 0.05  # difference between a share and that of whole heads that is not worth a line
+NEAR = 0.05  # rounding to whole heads may change a share by this much without a warning
 
-ACTIVE_SHARE = 0.75  # of the heads, by default
+ACTIVE_SHARE = 0.75  # default share of active heads among all heads
 
-# The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
+# Default share of shared heads among the active ones. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %,
+# the advice is "greater than 40 %".
 SHARED_SHARE = 0.4
 
-SHAPES = ("ramp", "uniform")  # of a share over the layers
+SHAPES = ("ramp", "uniform")  # how a share is spread over the layers
 
 # What a budget counts, by the name of the argument that gives it.
 PARTS = {"head_budget": "heads", "mlp_budget": "groups"}
 
 
 class BudgetError(ValueError):
-    """A budget that cannot be understood, or that the layers cannot run.
+    """Raised for a budget that cannot be parsed, or that the layers cannot run.
 
     Attributes:
         reason: the message without the name of the argument.
-        advice: what to give instead, the end of the message; "" where the reason says it.
-        layer: number of the layer whose pair is refused; None: the budget as a whole.
-        argument: the name of the argument: "head_budget", or "mlp_budget" (see `naming`).
+        advice: end of the message: what to give instead; "" where the reason already says it.
+        layer: index of the layer whose pair is refused; None: the budget as a whole.
+        argument: name of the argument: "head_budget", or "mlp_budget" (see `naming`).
     """
 
     def __init__(self, reason: str, advice: str = "", layer: int | None = None):
@@ -77,14 +78,14 @@ def naming(argument: str) -> Iterator[None]:
 
 
 class Share(NamedTuple):
-    """A budget that is not a list, as `parse_share` reads it."""
+    """A budget that the user gives as a share, parsed by `parse_share`."""
 
     shape: str
-    """How it is spread over the layers: "ramp" or "uniform"."""
+    """How the share is spread over the layers: "ramp" or "uniform"."""
     active: float
     """Active heads over all heads."""
     shared: float | None
-    """Shared heads over active heads; None: the budget does not say."""
+    """Shared heads over active heads; None: the user does not say."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class HeadBudget:
     """The heads of one attention layer.
 
     Args:
-        heads: H, all heads of the layer. The shared ones are heads 0 .. shared - 1.
+        heads: H, number of all heads of the layer. Heads 0 .. shared - 1 are the shared ones.
         head_dim: D, the width of one head.
-        shared: heads that run for every token.
-        routed: heads that a router picks for each token among the other H - shared.
+        shared: number of heads that run for every token.
+        routed: number of heads that a router picks for each token among the other H - shared.
 
     Raises:
         ValueError: if the numbers do not describe a layer that can run and be trained.
@@ -127,12 +128,12 @@ class HeadBudget:
 
     @property
     def active(self) -> int:
-        """K, the heads that run for one token."""
+        """Return K, the number of heads that run for one token."""
         return self.shared + self.routed
 
     @property
     def candidates(self) -> int:
-        """E, the heads that the router chooses among."""
+        """Return E, the number of heads that the router chooses among."""
         return self.heads - self.shared
 
 
@@ -149,27 +150,28 @@ def resolve_budget(
 
     Args:
         spec: one of
-            0.75 or "ramp:0.75": the active share rises linearly with depth, and the head-weighted total (which
-                is what the papers quote) is the nearest possible to 75 %; it runs from t - d to t + d with
-                d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
-            "uniform:0.75": the same number of active heads in every layer of equal width, halves rounded up;
+            0.75 or "ramp:0.75": the share of active heads rises linearly with depth, and active heads over all heads of the
+                model (the figure that the papers quote) is as near to 75 % as possible. For a share t the first layer
+                runs t - d and the last t + d with d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
+            "uniform:0.75": the same number of active heads in all layers with equally many heads, halves rounded up;
             "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
                 0.4 by default (Jin 2024, section 4.5 and table 7), 0 with router "moa"; "ramp" rounds it over the model,
                 "uniform" in each layer;
             [(shared, routed), ...]: one pair per layer, such as `moh_vision.commands.search` writes.
-            A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
-            as in the released S/2-75: its renormalised weight is constant, so only the balance loss trains that router.
-        depth: layers.
-        heads: heads per layer, one number or one per layer.
-        head_dim: width of a head, one number or one per layer.
-        group: heads that are chosen together (see QueryNormRouter): a share is then rounded to whole groups, and pairs
-            must be whole groups.
-        shared_share: the share of shared heads among the active ones where the spec does not say; see
+            A layer with routed heads always routes at least one. With few heads per layer a share can leave a layer with
+            exactly one, as in the released S/2-75. The renormalised weight of that head is constant, so only the balance
+            loss trains the router of that layer.
+        depth: number of layers.
+        heads: number of heads, one for all layers or one per layer.
+        head_dim: width of a head, one for all layers or one per layer.
+        group: number of heads that are chosen together (see QueryNormRouter). A share is then rounded to whole groups, and
+            pairs must be whole groups.
+        shared_share: the share of shared heads among the active ones, if the spec does not give it; see
             `moh_vision.attention.routers.shared_share`.
         argument: the name that errors and warnings give the spec.
 
     Raises:
-        ValueError: naming the layer and the numbers.
+        ValueError: for a spec that the layers cannot run; the message names the layer and the numbers.
     """
     with naming(argument):
         return _resolve(spec, depth, heads, head_dim, group, shared_share, argument)
@@ -217,7 +219,7 @@ def _pairs_of_share(
     share = parse_share(spec)
     if share.shared is not None:
         shared_share = share.shared
-    # A layer runs at least one head where there are as many active heads as layers.
+    # If the active heads suffice for one in every layer, every layer gets at least one.
     enough = math.floor(share.active * sum(heads) + 0.5) >= len(heads)
     active = _active(share, heads, [int(enough)] * len(heads))
     if share.shape == "ramp":
@@ -235,10 +237,10 @@ def _pairs_of_share(
 
 
 def full_budget(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
-    """(shared, routed) pairs with which every head runs, to be lowered by `change_budget`.
+    """Return (shared, routed) pairs with which every head runs; `change_budget` can lower them later.
 
-    A fifth of the heads, at least one, is shared, or none: with `shares` False (MoA), and in layers of fewer than four
-    heads, where a shared head would leave no routed head at half of them.
+    A fifth of the heads is shared, but at least one. None is shared with `shares` False (MoA), and in layers of fewer than
+    four heads, where a budget of half of the heads would leave no routed head beside a shared one.
     """
     pairs = []
     for h in heads:
@@ -250,32 +252,32 @@ def full_budget(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
 
 
 def shape_of(spec: BudgetSpec | None) -> str | None:
-    """Return how a share is spread over the layers, "ramp" or "uniform"; None: a list, which does not say it."""
+    """Return how a budget is spread over the layers, "ramp" or "uniform"; None for a list of pairs, and for no budget."""
     if spec is None or isinstance(spec, (list, tuple)):
         return None
     return parse_share(spec).shape
 
 
 def shaped(spec: BudgetSpec | None, shape: str | None) -> BudgetSpec | None:
-    """Return a budget in which a plain share has a shape: 0.5 and "uniform" make "uniform:0.5"."""
+    """Add a shape to a budget that is a share without one: 0.5 and "uniform" make "uniform:0.5". Others stay as they are."""
     if shape not in (None, *SHAPES):
         raise ValueError(f"head_budget_shape {shape!r}: expected {' or '.join(SHAPES)}")
-    plain = not (spec is None or isinstance(spec, (list, tuple)) or ":" in str(spec))
-    if not plain or shape is None:
+    is_share = spec is not None and not isinstance(spec, (list, tuple))
+    if shape is None or not is_share or ":" in str(spec):
         return spec
-    parse_share(spec)  # its message names what was given
+    parse_share(spec)  # raises here, so that the message shows the spec without the shape
     return f"{shape}:{spec}"
 
 
 def change_budget(
     spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int] | None = None
 ) -> tuple[HeadBudget, ...]:
-    """Other numbers of routed heads for layers that exist: their shared heads stay.
+    """Return budgets with other numbers of routed heads for layers that exist; the shared heads stay.
 
     Args:
-        spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
-        budgets: what the layers have.
-        groups: for each layer how many heads are chosen together, see `resolve_budget`; None: 1 everywhere.
+        spec: as for `resolve_budget`. A share counts shared and routed heads; pairs must have the layers' shared heads.
+        budgets: the present budgets of the layers.
+        groups: for each layer the number of heads that are chosen together, see `resolve_budget`; None: 1 in all layers.
 
     Raises:
         BudgetError: for a share that the layers cannot run with their shared heads.
@@ -299,7 +301,7 @@ def change_budget(
 def _changed_pairs_of_share(
     spec: float | str, budgets: Sequence[HeadBudget]
 ) -> list[tuple[int, int]]:
-    """Return (shared, routed) of each layer for a share of all heads, with the shared heads that there are."""
+    """Return (shared, routed) of each layer for a share of all heads, with the layers' present shared heads."""
     share = parse_share(spec)
     if share.shared is not None:
         raise BudgetError(f"{spec!r}: the shared heads of a model stay; leave out {share.shared}")
@@ -329,7 +331,7 @@ def _changed_pairs_of_share(
 
 
 def _refuse_fixed_layers(spec: float | str, fixed: Sequence[int], heads: Sequence[int]) -> None:
-    """Refuse a share below 1 where some layers, `fixed`, have no routed heads."""
+    """Raise BudgetError for a share below 1 if some layers have no routed heads; `fixed` has the indices of those layers."""
     if not fixed:
         return
     if len(fixed) == len(heads):
@@ -349,7 +351,7 @@ def _least(budgets: Sequence[HeadBudget]) -> list[int]:
 
 
 def check_groups(budget: HeadBudget, group: int) -> None:
-    """Refuse a budget that is not made of whole groups of `group` heads."""
+    """Raise ValueError if a budget is not made of whole groups of `group` heads."""
     if isinstance(group, bool) or not isinstance(group, int) or group < 1:
         raise ValueError(f"group={group!r} is not a number of heads, 1 or more")
     for name in ("heads", "shared", "routed"):
@@ -363,13 +365,13 @@ def check_groups(budget: HeadBudget, group: int) -> None:
 def _in_groups(
     decide: Callable, spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int]
 ) -> tuple[HeadBudget, ...]:
-    """Return decide(spec, budgets) where every group of heads counts as one wide head.
+    """Return the budgets that decide(spec, budgets) returns if every group of heads is taken for one wide head.
 
     Args:
-        decide: a function of a spec and of the budgets of wide heads, `change_budget` or a form of `resolve_budget`.
+        decide: `change_budget` or a form of `resolve_budget`; called with a spec and budgets that count groups.
         spec: a share, or pairs that count heads.
-        budgets: the layers' heads.
-        groups: for each layer the heads of a group.
+        budgets: of the layers, in heads.
+        groups: for each layer the number of heads in a group.
     """
     wide = []
     for layer, (b, group) in enumerate(zip(budgets, groups)):
@@ -404,9 +406,12 @@ def _in_groups(
 
 
 def spread(shape: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
-    """Active heads of each layer, `total` in all, as near as can be to the papers' "ramp" or to "uniform".
+    """Spread `total` active heads over layers, as near as possible to the papers' "ramp" or to "uniform".
 
-    Shared heads and one routed head stay in every layer, and layers without routed heads are left as they are.
+    Every layer keeps its shared heads and at least one routed head; layers without routed heads stay as they are.
+
+    Returns:
+        The number of active heads of each layer.
     """
     heads = [b.heads for b in budgets]
     share = total / sum(heads)
@@ -418,7 +423,7 @@ def spread(shape: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
 
 
 def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
-    """Return a value for each layer, from one for all or a list."""
+    """Return one value per layer: repeat a single value, check the length of a list."""
     if isinstance(value, int):
         return [value] * depth
     if len(value) != depth:
@@ -427,7 +432,7 @@ def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
 
 
 def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
-    """Return the (shared, routed) pairs of a list; refuse a list that is not one of `depth` pairs."""
+    """Return the (shared, routed) pairs of a list; raise ValueError if it does not hold `depth` pairs of whole numbers."""
     if len(spec) != depth:
         raise BudgetError(f"lists {len(spec)} layers, the model has {depth}")
     pairs = []
@@ -445,7 +450,7 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
 
 
 def parse_share(spec: object) -> Share:
-    """Read a budget that is not a list, such as 0.75, "uniform:0.75" or "ramp:0.75:0.4"."""
+    """Parse a share, such as 0.75, "uniform:0.75" or "ramp:0.75:0.4"."""
     shape = "ramp"
     numbers = [spec]
     if isinstance(spec, str) and ":" in spec:
@@ -473,7 +478,7 @@ def parse_share(spec: object) -> Share:
 def warn_of_rounding(
     spec: BudgetSpec, active: int, heads: int, argument: str = "head_budget"
 ) -> None:
-    """Log, at level WARNING, a share that whole heads miss by more than 5 points; "uniform" rounds in every layer."""
+    """Warn if rounding to whole heads changes a share by more than 5 points, which is possible for "uniform"."""
     if isinstance(spec, (list, tuple)):
         return
     if abs(active / heads - parse_share(spec).active) > NEAR:
@@ -484,12 +489,12 @@ def warn_of_rounding(
         )
 
 
-# A run is opened by making its model again.
+# Once per process, because opening a run makes its model again.
 _warn_once_of_rounding = functools.lru_cache(warn_of_rounding)
 
 
 def _smallest_share(shape: str, heads: Sequence[int], least: Sequence[int]) -> float:
-    """Return the smallest share, in thousandths, that whole heads reach and that gives every layer its `least` heads."""
+    """Return the smallest share that whole heads reach and that gives every layer its `least` heads, rounded to 0.001."""
     if shape == "ramp":
         heads = [sum(heads)]
         least = [sum(least)]
@@ -509,7 +514,7 @@ def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
         positions = [0.0]
     else:
         positions = [2 * layer / (depth - 1) - 1 for layer in range(depth)]  # -1 .. 1
-    # 0 where all layers have equally many heads
+    # Centre the positions, weighted by heads, so that the total is the target; `middle` is 0 for equal layers.
     middle = sum(p * h for p, h in zip(positions, heads)) / sum(heads)
     positions = [p - middle for p in positions]
     half_range = min((1 - target) / max(1.0, *positions), target / 3)
@@ -517,7 +522,7 @@ def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
 
 
 def _active(share: Share, heads: Sequence[int], least: Sequence[int]) -> list[int]:
-    """Return the active heads of each layer; a ramp is rounded over the model, and keeps `least` in every layer."""
+    """Return the active heads of each layer. "ramp" rounds over the model and keeps `least`; "uniform" rounds each layer."""
     if share.shape == "uniform":
         return [math.floor(share.active * h + 0.5) for h in heads]
     total = math.floor(share.active * sum(heads) + 0.5)
@@ -525,10 +530,10 @@ def _active(share: Share, heads: Sequence[int], least: Sequence[int]) -> list[in
 
 
 def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> list[int]:
-    """Return the shared heads of each layer, a share of the active ones over all layers."""
+    """Return the shared heads of each layer, so that over all layers they are `share` of the active heads."""
     most = []
     for a, h in zip(active, heads):
-        # A router needs at least one head to route, unless the layer has a single head.
+        # Leave at least one active head to the router; a layer with a single head needs none.
         most.append(max(a - 1, 0) if h > 1 else 1)
     wanted = [share * a for a in active]
     total = math.floor(share * sum(active) + 0.5)
@@ -541,9 +546,9 @@ def _round_to_total(
     least: Sequence[int],
     most: Sequence[int],
 ) -> list[int]:
-    """Largest-remainder rounding: whole numbers near `wanted`, between `least` and `most`, that sum to `total`.
+    """Round `wanted` to whole numbers that sum to `total`, by the largest-remainder method.
 
-    If the bounds do not allow the total, the nearest sum that they allow.
+    Each result lies between `least` and `most`. If these bounds do not allow the total, the sum is the nearest that they do.
     """
     result = [min(max(math.floor(w + 1e-9), low), m) for w, low, m in zip(wanted, least, most)]
     layers = range(len(wanted))
@@ -556,7 +561,8 @@ def _round_to_total(
             free = [layer for layer in layers if result[layer] > least[layer]]
         if not free:
             break
-        # The layer that is furthest behind (or ahead); deeper ones first, so that a ramp never falls with depth.
+        # Change the layer that is furthest from `wanted`. Among equals a deeper layer is raised first and an earlier one
+        # lowered first, so that a ramp never falls with depth.
         distances = [
             (round(step * (wanted[layer] - result[layer]), 9), step * layer) for layer in free
         ]

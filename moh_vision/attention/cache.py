@@ -1,4 +1,4 @@
-"""What a layer keeps between calls, for decoding one token after another."""
+"""Caches of keys and values, which a layer keeps between calls to decode one token after another."""
 
 from typing import Any
 
@@ -10,22 +10,22 @@ from moh_vision.attention.routing import Routing
 
 
 class Cache:
-    """The keys and values of one layer.
+    """Keys and values of one layer.
 
-    `length` is the number of tokens whose keys and values are kept. `router_state` is what a router that reads earlier
-    tokens needs of them (MAE with a causal pool): tensors [B, ..], which the layer sets; None for other routers.
+    `length` is the number of tokens whose keys and values are kept. `router_state` belongs to routers that read earlier
+    tokens (MAE with a causal pool): tensors [B, ..] that sum up those tokens, set by the layer; None for other routers.
     """
 
-    by_row = ("keys", "values", "router_state")  # a row for every sequence of the batch
+    by_row = ("keys", "values", "router_state")  # tensors with one row for each sequence
 
     def __init__(self):
         self.length = 0
-        self.keys: Tensor | None = None  # [B, kv_heads, length, D], or room for more
+        self.keys: Tensor | None = None  # [B, kv_heads, at least `length`, D]
         self.values: Tensor | None = None
         self.router_state: tuple[Tensor, ...] | None = None
 
     def reorder(self, indices: Tensor) -> None:
-        """Keep rows `indices` [B'] of the batch, in that order; a row may come several times or not at all."""
+        """Replace the batch by its rows `indices` [B'], in that order; a row may be repeated or dropped."""
 
         def chosen(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -36,23 +36,23 @@ class Cache:
             setattr(self, name, tree_map(chosen, getattr(self, name)))
 
     def repeat(self, times: int) -> None:
-        """Repeat every row of the batch `times` times, copies side by side: beams of one sequence."""
+        """Repeat every row of the batch `times` times, copies next to each other, as the beams of a beam search."""
         if self.keys is not None:
             rows = torch.arange(self.keys.shape[0], device=self.keys.device)
             self.reorder(rows.repeat_interleave(times))
 
 
 class KeyValueCache(Cache):
-    """The keys and values of the tokens so far, in buffers that grow by doubling: a token is copied about twice in all.
+    """Keys and values of the tokens so far, for inference (`update` writes in place, so there are no gradients).
 
-    For inference: `update` writes in place.
+    The buffers double when they are full, so that on average a token is copied about twice.
     """
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, kv_heads, N, D]; returns all so far, as views.
+        """Append k and v [B, kv_heads, N, D]; return keys and values of all tokens so far, as views.
 
         Raises:
-            ValueError: for another batch size or dtype than that of the tokens kept. An empty cache takes anything.
+            ValueError: for another batch size or dtype than the cache has. An empty cache takes any.
         """
         kept = self.keys
         if kept is not None and (kept.shape[0], kept.dtype) != (k.shape[0], k.dtype):
@@ -72,8 +72,8 @@ class KeyValueCache(Cache):
         """Forget all but the first `length` tokens.
 
         Raises:
-            ValueError: for more tokens than there are; and where a router keeps a state, which cannot go back (a sum or
-                a window has no memory of what it was), unless nothing or everything is forgotten.
+            ValueError: for more tokens than there are. Also if the router has a state and `length` is neither 0 nor the
+                present length: a state is a sum or a window, from which earlier states cannot be restored.
         """
         if not 0 <= length <= self.length:
             raise ValueError(
@@ -90,6 +90,7 @@ class KeyValueCache(Cache):
             self.router_state = None
 
     def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
+        """Return a buffer with room for `end` tokens: `buffer`, or a larger copy with the sizes and dtype of `new`."""
         if buffer is not None and buffer.shape[2] >= end:
             return buffer
         larger = torch.empty(
@@ -103,11 +104,11 @@ class KeyValueCache(Cache):
 
 
 class ContextCache(Cache):
-    """The keys and values of a context, projected once, for a layer that attends to it step after step.
+    """Keys and values of a context, projected once, for a layer that attends to the same context in every decoding step.
 
-    The first call with this cache needs the context; it keeps keys, values and the context's padding, and in evaluation
-    the heads chosen from the context, an expert drawn at random with them. Later calls need neither context nor
-    context_padding, and ignore them.
+    The first call with this cache needs the context. It keeps the keys, the values and the context's padding and, with
+    route_by "context", the heads that the router chose (among them an expert that was drawn at random). Later calls need
+    neither context nor context_padding, and ignore them.
     """
 
     by_row = (*Cache.by_row, "padding", "routing")
@@ -118,10 +119,10 @@ class ContextCache(Cache):
         self.routing: Routing | None = None  # from the context, see HeadMixtureAttention's route_by
 
     def take(self, x: Tensor, context: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Begin a call for x [B, N, C], and keep the padding of a new context.
+        """Check that the cache fits a call with x [B, N, C], and keep the padding if this is the first call.
 
         Returns:
-            The context if its keys and values have yet to be projected, else None.
+            The context in the first call, whose keys and values have yet to be projected; None in later calls.
         """
         if self.length == 0:
             if context is None:

@@ -1,6 +1,10 @@
-"""`HeadMixtureAttention`: a router and an executor around one set of projections."""
+"""`HeadMixtureAttention`: a router and an executor around one set of projections.
 
-from typing import TYPE_CHECKING, Any
+Layout: projected queries, keys and values are [B, tokens, heads, D] until they are normalised and rotated. Attention itself
+and routers read [B, heads, tokens, D].
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.fx
@@ -27,10 +31,20 @@ from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
 from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
 
-torch.fx.wrap("visible")  # a leaf while tracing, where masks may be proxies that stand for None
+torch.fx.wrap("visible")  # a leaf while fx traces: masks may then be proxies that stand for None
 
 SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")
+
+
+class Attended(NamedTuple):
+    """The tokens that x attends to in one call."""
+
+    crosses: bool  # True: tokens of a context; False: x itself, and the cached tokens before x
+    context: Tensor | None  # [B, M, C] if it has yet to be projected to keys and values, else None
+    padding: Tensor | None  # [B, M], True at padding of the context
+    past: int  # number of cached tokens before x; 0 with a context
+    keys: int  # M, number of keys, cached ones included
 
 
 class HeadMixtureAttention(RoutedLayer):
@@ -42,20 +56,22 @@ class HeadMixtureAttention(RoutedLayer):
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
             `condition` that the caller gives.
-        executor: a name in EXECUTORS. While the layer is traced, exported or transformed by torch.func, all are "masked":
-            which heads run is known only at run time.
+        executor: a name in EXECUTORS. While the layer is traced, exported or transformed by torch.func, "auto" and "packed"
+            mean "masked", because which heads run is known only at run time.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
         attn_drop, proj_drop: dropout of the attention matrix and of the output.
         router_kwargs: passed to the router, such as dict(two_stage=False); dict(group=heads // kv_heads) makes
             "query_norm" choose whole key-value heads.
-        route_by: "query": the router reads x; "context": what x attends to, for cross-attention with a router that
-            chooses once for a sequence (MAE with pool "sequence", which in a decoder may not pool the queries).
-        fused_attn: False, as an argument or set as an attribute later: compute all heads step by step, whatever the
-            executor, and call the module `attn_drop` with the softmaxed attention [B, H, N, M], where hooks such as
-            those of timm.utils.AttentionExtract read it.
-        rotary_pairs: which channels `rotary` turns: False: those half a head apart (LLaMA), True: neighbours (timm's EVA-02).
+        route_by: "query": the router reads x; "context": the router reads the context. The latter is for cross-attention
+            with a router that chooses once for a sequence: MAE with pool "sequence", which in a decoder must not pool x,
+            because the mean of x would contain later tokens.
+        fused_attn: False: compute all heads step by step, whatever the executor, and pass the softmaxed attention
+            [B, H, N, M] through the module `attn_drop`, where hooks such as those of timm.utils.AttentionExtract read
+            it. The attribute may be set later.
+        rotary_pairs: which channels `rotary` turns together. False: channels half a head apart (LLaMA); True:
+            neighbouring channels (timm's EVA-02).
 
     Parameters: qkv.weight [(H + 2 * kv_heads) * D, C], rows grouped q | k | v and by head inside each; proj.weight
     [C, H * D] (both as in timm and DiT); router.*.
@@ -133,7 +149,7 @@ class HeadMixtureAttention(RoutedLayer):
 
     @property
     def rows(self) -> list[int]:
-        """Number of outputs of the projections for queries, keys and values."""
+        """Return the numbers of outputs of the projections to queries, to keys and to values."""
         keys = self.kv_heads * self.head_dim
         return [self.q_dim, keys, keys]
 
@@ -142,11 +158,12 @@ class HeadMixtureAttention(RoutedLayer):
         self.qkv = nn.Linear(dim, sum(self.rows), bias=bias, **dd)
 
     def add_output(self, dim: int, bias: bool, **dd: Any) -> None:
+        """Make the module that projects the outputs of the heads to the width of the tokens."""
         self.proj = nn.Linear(self.q_dim, dim, bias=bias, **dd)
 
     @property
     def projections(self) -> tuple[nn.Module, ...]:
-        """The modules whose weights are read by executors that skip heads."""
+        """Return the modules whose weights are read by executors that skip heads."""
         return self.qkv, self.proj
 
     def forward(  # noqa: PLR0913
@@ -161,70 +178,59 @@ class HeadMixtureAttention(RoutedLayer):
         condition: Tensor | None = None,
         context_padding: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats]:
-        """Attend.
+        """Attend from x to x itself or to a context, with the heads that the router chooses.
 
         Args:
             x: query tokens [B, N, C].
             context: keys and values come from it, [B, M, C]; None: from x.
             attn_mask: [N, M], [H or 1, N, M] or [B or 1, H or 1, N, M], True (attend) or an additive float.
-            is_causal: token n attends to 0 .. n, and to what is cached.
-            padding_mask: [B, N], or [B, length + N] with a KeyValueCache, True where x or what is cached is padding:
-                left out of the statistics and, in self-attention, of the keys.
+            is_causal: token n attends to tokens 0 .. n and to the cached tokens.
+            padding_mask: [B, N], or [B, length + N] with a KeyValueCache, True where a token of x or a cached token is
+                padding. Padding is left out of the statistics and, in self-attention, of the keys.
             rotary: cosines and sines [N, D] or [B or 1, N, D] of the tokens' positions, for queries and keys. Channels that
                 are turned together (see `rotary_pairs`) have the same angle.
-            cache: in self-attention a KeyValueCache (or what looks like one) of the tokens before x; M = length + N
-                then. In cross-attention a ContextCache, after whose first call context may be left out.
-            condition: [B, C], what the router reads instead of the mean token; with scope "sample" only. [1, C]: one choice
-                for all sequences, whose statistics count as those of B.
-            context_padding: [B, M], True where the context is padding: left out of the keys, and of what a router reads
-                by route_by "context".
+            cache: in self-attention a KeyValueCache of the tokens before x, or an object with the same attributes; then
+                M = length + N. In cross-attention a ContextCache; after its first call, context may be left out.
+            condition: [B, C], which the router reads instead of the mean token; with scope "sample" only. [1, C]: one
+                choice for all sequences, whose statistics are repeated B times.
+            context_padding: [B, M], True where the context is padding. Padding is left out of the keys and, with route_by
+                "context", of what the router reads.
 
         Returns:
             y [B, N, C] and the routing statistics.
 
         Raises:
-            ValueError: for rotary or a KeyValueCache with a context, context_padding or route_by "context" without one,
-                a cache where routing reads the whole sequence, padding of another length, or a condition where every
-                token has its own heads.
+            ValueError: for rotary or a KeyValueCache together with a context; for context_padding or route_by "context"
+                without a context; for a cache where routing reads the whole sequence; for padding of another length; and
+                for a condition where every token has its own heads.
         """
-        crosses = context is not None or isinstance(cache, ContextCache)
-        if isinstance(cache, ContextCache):
-            # None if the cache has the keys and values already.
-            context = cache.take(x, context, context_padding)
-            context_padding = cache.padding
-        elif crosses and cache is not None:
-            raise ValueError(
-                "a KeyValueCache is for self-attention, not with a context: give a ContextCache"
-            )
-
-        tokens = x.shape[1]
-        past = 0  # cached tokens before x
-        if not crosses:
-            if cache is not None:
-                past = cache.length
-            keys = past + tokens
-        elif context is None:
-            keys = cache.length
-        else:
-            keys = context.shape[1]
-        self.check(x, padding_mask, rotary, condition, context_padding, past, keys, crosses)
-
-        key_padding = context_padding if crosses else padding_mask
+        attended = self.find_attended(x, context, context_padding, cache)
+        self.check(x, padding_mask, rotary, condition, attended)
+        key_padding = attended.padding if attended.crosses else padding_mask
         mask, causal = visible(
-            attn_mask, is_causal, key_padding, crosses, tokens, keys, past, x.device
+            attn_mask,
+            is_causal,
+            key_padding,
+            attended.crosses,
+            x.shape[1],
+            attended.keys,
+            attended.past,
+            x.device,
         )
         padded = None  # [B, N], the padding of x without that of cached tokens
         if padding_mask is not None:
-            padded = padding_mask[:, past:]
+            padded = padding_mask[:, attended.past :]
 
         q = None
         product = None
-        if not crosses and cache is None:
+        if not attended.crosses and cache is None:
             routing, product = self.route_and_project(x, padded)
         if product is None:
-            routing, q = self.route(x, padded, condition, context, context_padding, cache)
+            routing, q = self.route(x, padded, condition, attended.context, attended.padding, cache)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        call = Call(x, routing, context, q, mask, causal, dropout_p, rotary, cache, product)
+        call = Call(
+            x, routing, attended.context, q, mask, causal, dropout_p, rotary, cache, product
+        )
         executor = self.make_executor(call)
         q, k, v = executor.project()
         o = executor.attend(q, k, v)
@@ -233,33 +239,51 @@ class HeadMixtureAttention(RoutedLayer):
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's own says nothing of types
 
+    def find_attended(
+        self, x: Tensor, context: Tensor | None, context_padding: Tensor | None, cache: Any
+    ) -> Attended:
+        """Return what x [B, N, C] attends to: a context, or itself and the cached tokens. Arguments: see `forward`."""
+        if isinstance(cache, ContextCache):
+            # `take` returns None where the cache already has the keys and values.
+            context = cache.take(x, context, context_padding)
+            keys = cache.length if context is None else context.shape[1]
+            return Attended(crosses=True, context=context, padding=cache.padding, past=0, keys=keys)
+        if context is None:
+            past = 0 if cache is None else cache.length
+            keys = past + x.shape[1]
+            return Attended(
+                crosses=False, context=None, padding=context_padding, past=past, keys=keys
+            )
+        if cache is not None:
+            raise ValueError(
+                "a KeyValueCache is for self-attention, not with a context: give a ContextCache"
+            )
+        keys = context.shape[1]
+        return Attended(crosses=True, context=context, padding=context_padding, past=0, keys=keys)
+
     def check(
         self,
         x: Tensor,
         padding_mask: Tensor | None,
         rotary: Any,
         condition: Tensor | None,
-        context_padding: Tensor | None,
-        past: int,
-        keys: int,
-        crosses: bool,
+        attended: Attended,
     ) -> None:
         """Refuse arguments of `forward` that do not go together.
 
         Args:
-            x, padding_mask, rotary, condition, context_padding: see `forward`.
-            past: number of cached tokens before x.
-            keys: M.
-            crosses: whether x attends to a context.
+            x, padding_mask, rotary, condition: see `forward`.
+            attended: what x attends to.
         """
-        check_length("padding_mask", padding_mask, past, x.shape[1], x)
-        if crosses and rotary is not None:
-            raise ValueError("rotary positions are for self-attention, not with a context")
-        if not crosses and (self.by_context or context_padding is not None):
+        check_length("padding_mask", padding_mask, attended.past, x.shape[1], x)
+        if attended.crosses:
+            if rotary is not None:
+                raise ValueError("rotary positions are for self-attention, not with a context")
+        elif self.by_context or attended.padding is not None:
             raise ValueError(
                 "route_by 'context' and context_padding are for cross-attention: give a context"
             )
-        check_length("context_padding", context_padding, 0, keys, x)
+        check_length("context_padding", attended.padding, 0, attended.keys, x)
         if condition is not None and self.scope != "sample":
             raise ValueError("a condition decides for whole sequences: it needs scope 'sample'")
 
@@ -275,17 +299,18 @@ class HeadMixtureAttention(RoutedLayer):
         """Call the router for tokens x [B, N, C].
 
         Args:
-            padded: [B, N], True at padding.
             x, condition, context, context_padding, cache: see `forward`.
+            padded: [B, N], True at padding.
 
         Returns:
-            The router's answer, and the queries [B, H, N, D] if the router had to see them.
+            The router's answer, and the queries [B, N, H, D] if the router read them.
         """
         if self.by_context:
             if cache is not None and cache.length > 0:
                 return cache.routing, None
             routing = self.router(context, None, context_padding)
             if cache is not None:
+                # `Cache.reorder` picks rows of the batch, which a list of pairs does not have.
                 routing = routing._replace(pairs=None)
                 cache.routing = routing
             return routing, None
@@ -298,31 +323,36 @@ class HeadMixtureAttention(RoutedLayer):
             routing, cache.router_state = self.router.resume(x, padded, cache.router_state)
             return routing, None
         q = None
+        router_q = None  # q as routers read it, [B, H, N, D]
         if self.needs_query:
-            q = self.project_queries(x).transpose(1, 2)
+            q = self.project_queries(x)
+            router_q = q.transpose(1, 2)
         if self.scope == "token":
-            return self.router(x, q, padded), q
-        mean_q = None
-        if q is not None:
-            mean_q = masked_mean(q, padded)  # [B, H, 1, D]
+            return self.router(x, router_q, padded), q
         if condition is None:
             summary = masked_mean(x, padded)  # [B, 1, C]
         else:
             summary = condition.unsqueeze(1)  # [B or 1, 1, C]
-        if mean_q is not None:
-            summary = summary.expand(x.shape[0], -1, -1)  # every sequence has its queries
+        mean_q = None
+        if router_q is not None:
+            mean_q = masked_mean(router_q, padded)  # [B, H, 1, D]
+            # One condition for all sequences is repeated: each sequence has its own queries.
+            summary = summary.expand(x.shape[0], -1, -1)
         routing = self.router(summary, mean_q)
-        if summary.shape[0] < x.shape[0]:  # one choice for all
+        if summary.shape[0] < x.shape[0]:  # one choice for all sequences
             routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))
         return routing, q
 
     def route_and_project(
         self, x: Tensor, padded: Tensor | None
     ) -> tuple[Routing | None, Tensor | None]:
-        """Return routing and product of tokens x [B, N, C] by one operator, where both are linear; None and None elsewhere.
+        """Route and project tokens x [B, N, C] by one operator; return (None, None) where it cannot do both.
 
-        The router must be one linear layer for every token, and nothing may be hooked to it or to `qkv`. Layers that
-        choose heads for whole sequences leave out projections, and those in float64 have no operator.
+        The operator needs a router that is one linear layer for every token, and a router and a `qkv` without hooks. It has
+        no float64. With scope "sample" executors project only the heads that run, so a product of all heads is not wanted.
+
+        Returns:
+            The routing, and queries, keys and values as one product [B, N, (H + 2 * kv_heads) * D].
         """
         router = self.router
         linear = isinstance(router, TopKRouter) and router.routes_linearly and unhooked(router)
@@ -338,16 +368,16 @@ class HeadMixtureAttention(RoutedLayer):
             return None, None
         return routed
 
-    # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` has others
+    # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` overrides them
 
     def projects_at_once(self) -> bool:
-        """Return whether queries, keys and values are one product with the weight of `qkv`, which may be read."""
+        """Return whether `qkv.weight` may be read, and one product with it gives queries, keys and values."""
         return plain(self.qkv)
 
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return weight and bias of queries, of keys and of values: [H*D, C] and [H*D], twice [G*D, C] and [G*D].
+        """Return weight and bias of queries ([H*D, C], [H*D]), of keys and of values ([G*D, C], [G*D] each).
 
-        One `split` makes all three, so that backward is one pass over the weight.
+        One `split` makes all three weights, so that backward writes the gradient of `qkv.weight` in one pass.
         """
         weights = self.qkv.weight.split(self.rows)
         biases = (None, None, None)
@@ -360,7 +390,8 @@ class HeadMixtureAttention(RoutedLayer):
         product = call.product
         if product is None:
             product = self.qkv(call.x)
-        q, k, v = product.split(self.rows, -1)  # no *: fx could not trace it
+        # Three names, because fx cannot trace `*` of a proxy.
+        q, k, v = product.split(self.rows, -1)
         return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:
@@ -377,17 +408,18 @@ class HeadMixtureAttention(RoutedLayer):
         """Split the outputs of a projection by head: [.., h * D] -> [.., h, D]."""
         return t.unflatten(-1, (-1, self.head_dim))
 
-    # ---- queries, keys and values that are ready for attention
+    # ---- normalised and rotated queries and keys, in the layout of attention
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, N, D], k and v [B, G, M, D] of all heads."""
+        """Return q [B, H, N, D], k and v [B, G, M, D] of all heads, ready for attention."""
+        crosses = call.context is not None or isinstance(call.cache, ContextCache)
         k = v = None
         if call.q is not None:
-            q = call.q.transpose(1, 2)  # [B, N, H, D]
-        elif call.context is None and not isinstance(call.cache, ContextCache):
-            q, k, v = self.project_all(call)
-        else:
+            q = call.q  # [B, N, H, D]
+        elif crosses:
             q = self.project_queries(call.x)
+        else:
+            q, k, v = self.project_all(call)
         q = self.prepare_queries(q, call.rotary).transpose(1, 2)
         if isinstance(call.cache, ContextCache) and call.cache.length > 0:
             return q, call.cache.keys, call.cache.values
@@ -398,7 +430,15 @@ class HeadMixtureAttention(RoutedLayer):
         return q, k, v
 
     def prepare_keys_values(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate keys, and append keys and values to the cache: [B, M, G, D] -> [B, G, M, D] each."""
+        """Normalise and rotate keys; append keys and values to the cache, if there is one.
+
+        Args:
+            k, v: those of the tokens of this call, as projected, [B, tokens, G, D].
+            call: has the rotation and the cache.
+
+        Returns:
+            Keys and values of all tokens, cached ones included, [B, G, M, D].
+        """
         k = self.prepare_keys(k, call.rotary).transpose(1, 2)
         v = v.transpose(1, 2)
         if call.cache is None:
@@ -406,14 +446,14 @@ class HeadMixtureAttention(RoutedLayer):
         return call.cache.update(k, v)
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Normalise and rotate queries of any heads [B, N, h, D]."""
+        """Normalise and rotate queries [B, N, h, D]; h may be any of the heads."""
         q = self.q_norm(q)
         if rotary is None:
             return q
         return rotate(q, rotary, self.rotary_pairs)
 
     def prepare_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Normalise and rotate keys of any key-value heads [B, M, g, D]."""
+        """Normalise and rotate keys [B, M, g, D]; g may be any of the key-value heads."""
         k = self.k_norm(k)
         if rotary is None:
             return k

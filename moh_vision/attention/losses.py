@@ -1,7 +1,7 @@
-"""Losses and summaries computed from `RoutingStats`, always as values, and the task module that adds them up.
+"""Auxiliary losses and head counts computed from `RoutingStats`, and `RoutedTask`, which adds the losses up.
 
-They are computed from what the model returns, so they are right under activation checkpointing, accumulation and several
-models in a process.
+They are functions of what the model returns, not state in modules, so they are right under activation checkpointing,
+accumulation and with several models in a process.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,25 +16,25 @@ from moh_vision.attention.routing import RoutingStats
 def load_balance_loss(
     stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """MoH's load-balance loss: Jin 2024, eq. 7, times E and averaged over layers, as in the released code.
+    """Return MoH's load-balance loss: Jin 2024, eq. 7, times E and averaged over layers, as in the released code.
 
-    Eq. 7 is sum_i f_i P_i for one layer. Here one layer is E * sum_i f_i P_i over its E candidates, where f_i is the
-    share of tokens that select head i (a hard count, no gradient) and P_i the mean softmax probability. The loss is k,
-    the number of routed heads, at perfect balance. Layers that route nothing are left out of the mean.
+    The loss of one layer is E * sum_i f_i P_i over its E candidates (eq. 7 has no factor E). f_i is the share of tokens that
+    select head i (a count, without a gradient), P_i the mean over tokens of the softmax probability of head i. At perfect
+    balance the loss is k, the number of routed heads. Layers without routed heads are left out of the mean.
 
     Args:
         stats: one entry per layer.
-        all_reduce: sums a tensor over processes in place and returns it, so that f counts the tokens of all of them.
+        all_reduce: sums a tensor over processes and returns the sum, so that f counts the tokens of all processes.
 
     Returns:
-        a scalar; 0 without a graph if no layer routes.
+        A scalar; 0 without a gradient if no layer routes.
     """
     routed = [s for s in stats if s.probs.shape[-1] > 0]
     if not routed:
         if not stats:
             return torch.zeros(())
         return stats[0].counts.new_zeros(())
-    # Padding has probability 0 and every real token sums to 1, so the sum of all probabilities counts the tokens.
+    # The probabilities of a token sum to 1, and those at padding are 0, so the sum of all is the number of tokens.
     tokens = [s.probs.detach().sum().round() for s in routed]
     selected = [s.counts[:, -s.probs.shape[-1] :].sum(0) for s in routed]  # [E] each
     *selected, all_tokens = _summed([*selected, torch.stack(tokens)], all_reduce)
@@ -49,14 +49,14 @@ def load_balance_loss(
 def moa_balance_loss(
     stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """MoA's load-balance loss L_a (Zhang 2022, eq. 13), summed over modules (eq. 17).
+    """Return MoA's load-balance loss L_a (Zhang 2022, eq. 13), summed over layers (eq. 17).
 
-    One module: E * sum_i f_i P_i with the counts f and the summed probabilities P each divided by their sum over the
-    experts; 1 at balance.
+    The loss of one layer is E * sum_i f_i P_i. f_i is the number of tokens that select expert i, P_i the sum over tokens of
+    its probability; f and P are each normalised to sum to 1 over experts. At perfect balance the loss is 1.
 
     Args:
-        stats: one entry per module with router "moa".
-        all_reduce: sums a tensor over processes and returns it, so that f counts the tokens of all of them.
+        stats: one entry per layer with router "moa".
+        all_reduce: sums a tensor over processes and returns the sum, so that f counts the tokens of all processes.
     """
     losses = []
     all_counts = _summed([s.counts.sum(0) for s in stats], all_reduce)
@@ -69,7 +69,7 @@ def moa_balance_loss(
 def _summed(
     counts: list[Tensor], all_reduce: Callable[[Tensor], Tensor] | None
 ) -> Sequence[Tensor]:
-    """Sum vectors of counts over processes, all layers in one message."""
+    """Sum vectors of counts over processes, by one all-reduce for all layers."""
     if all_reduce is None:
         return counts
     lengths = [len(count) for count in counts]
@@ -77,23 +77,26 @@ def _summed(
 
 
 def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
-    """Mean squared logsumexp of the router's logits over unpadded tokens (Zhang 2022, eq. 16), summed over modules."""
+    """Return MoA's L_z: the mean over unpadded tokens of the squared logsumexp of the logits, summed over layers.
+
+    Zhang 2022, eq. 16 and 17.
+    """
     losses = []
     for s in stats:
-        real = s.probs.detach().sum(-1)  # [B, N] 1, and 0 at padding
+        real = s.probs.detach().sum(-1)  # [B, N], 1 at tokens, 0 at padding
         losses.append((s.logits.logsumexp(-1).square() * real).sum() / real.sum())
     return torch.stack(losses).sum()
 
 
 def head_runs(stats: Sequence[RoutingStats]) -> list[Tensor]:
-    """Return how many tokens ran each head, then how many there are: one tensor [H + 1] per layer. No gradient."""
+    """Return how many tokens ran each head and, last, the number of tokens: one tensor [H + 1] per layer. No gradient."""
     return [sample_runs(s).sum(0) for s in stats]
 
 
 def sample_runs(s: RoutingStats) -> Tensor:
-    """Return `head_runs` of one layer for every sequence: [B, H + 1]."""
+    """Return the counts of `head_runs` for one layer and every sequence: [B, H + 1]."""
     counts = s.counts.detach()
-    # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
+    # Count the tokens: if head 0 is shared, it ran for all of them; else the probabilities of each sum to 1.
     no_head_is_shared = s.probs.shape[-1] >= counts.shape[-1]
     if no_head_is_shared:
         tokens = s.probs.detach().sum((1, 2)).round()
@@ -108,13 +111,13 @@ def head_usage(stats: Sequence[RoutingStats]) -> list[Tensor]:
 
 
 class RoutedTask(nn.Module):
-    """Holds a model with head routing and adds its routers' auxiliary losses to that of the task.
+    """Holds a model with head routing, and adds its routers' auxiliary losses to the loss of the task.
 
     Args:
-        model: its routed layers hand on their statistics in the order of `model.modules()`.
+        model: must return the statistics of its routed layers in the order of `model.modules()`.
         balance_weight: weight of MoH's load-balance loss (Jin 2024, eq. 7 times E, averaged over the layers, as released).
-        moa_balance_weight, z_weight: weights of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The
-            defaults are the paper's, for a task loss that is a mean over tokens.
+        moa_balance_weight, z_weight: weights of MoA's L_a and L_z, summed over layers (Zhang 2022, eq. 17). The defaults
+            are the paper's, for a task loss that is a mean over tokens.
     """
 
     def __init__(
@@ -130,15 +133,19 @@ class RoutedTask(nn.Module):
         self.moa_balance_weight = moa_balance_weight
         self.z_weight = z_weight
         layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-        # In the order of the statistics.
+        # One entry per layer, in the order of the statistics.
         self.aux_losses = [layer.router.aux_loss for layer in layers]
 
     def losses(self, task_loss: Tensor, stats: list[RoutingStats]) -> dict:
-        """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
+        """Return the losses of a micro-batch.
+
+        Args:
+            task_loss: a scalar.
+            stats: one entry per layer.
 
         Returns:
-            dict(loss, task_loss, balance_loss, head_runs); with MoA layers also moa_balance_loss and z_loss. Only the
-            loss has a gradient. head_runs is what `moh_vision.attention.head_runs` returns.
+            dict(loss, task_loss, balance_loss, head_runs); with MoA layers also moa_balance_loss and z_loss. Only "loss",
+            their weighted sum, has a gradient. "head_runs" is what `moh_vision.attention.head_runs` returns.
         """
         moh = []
         moa = []
@@ -168,7 +175,7 @@ class RoutedTask(nn.Module):
 
 
 def sum_over_processes(counts: Tensor) -> Tensor:
-    """All-reduce counts without a gradient; the tensor itself where there is one process."""
+    """Return the sum of counts over processes, without a gradient; `counts` itself if torch.distributed is not in use."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         counts = counts.clone()
         torch.distributed.all_reduce(counts)

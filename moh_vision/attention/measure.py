@@ -1,7 +1,7 @@
-"""Where does skipping heads pay on this machine? A model's own calls are measured, and `auto` follows what was found.
+"""Measure for which calls of a model skipping heads takes less time on this machine. The executor "auto" follows the result.
 
-Each executor that skips heads is first compared with all heads in plain PyTorch on a small batch, then timed at full size,
-as the model will call it. Whatever fails there means all heads for such calls, with a warning; it ends nothing.
+For each distinct call, the first executor that can skip its heads is compared with all heads in plain PyTorch on a small
+batch, then timed at full size. If either fails, a warning is logged, and `auto` computes all heads of such calls.
 """
 
 import time
@@ -35,46 +35,45 @@ from moh_vision.attention.trial import (
     seconds,
 )
 
-# The time of so many training steps may be spent, each of so many forward passes.
+# Measuring may take as long as STEPS training steps. A step is counted as PASSES forward passes.
 STEPS = 10
 PASSES = 3
-PATIENCE = 10.0  # seconds that a user who asks for it waits at least
-WHOLE_ROUNDS = 3  # of the whole model, with and without skipping
-# Executors that skip heads in the words of the table.
+PATIENCE = 10.0  # seconds that `measure` may take in any case, because the user has asked for it
+LONGEST = 60.0  # seconds that measuring may take at the start of a run, however slow its steps are
+WHOLE_ROUNDS = 3  # timed runs of the whole model, with and without skipping
+# Names of the executors that skip heads, in the printed table.
 WORDS = dict(
     WholeSequences="per sequence, C++", Sequences="per sequence, PyTorch", InPlace="attention alone",
     Tokens="per token, C++", AggregatedPairs="per token, C++", CosinePairs="per token, C++",
     GroupPairs="groups, C++", GroupsOfSequences="groups, PyTorch",
 )  # fmt: skip
-LONGEST = 60.0  # seconds that a run measures at most, however slow its steps are
 
-
-CallKey = tuple[str, tuple[int, int, int, int]]  # words of `key_of`, and (B, N, M, K)
+CallKey = tuple[str, tuple[int, int, int, int]]  # the words of `key_of`, and (B, N, M, K)
 Calls = dict[CallKey, Recorded]
-Reasons = dict[CallKey, dict[str, str]]  # by call and executor, why it cannot skip heads
+# For each call: name of executor -> why it cannot skip heads; "" where it can.
+Reasons = dict[CallKey, dict[str, str]]
 
 
 def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
-    """Measure where skipping heads pays in calls like model(*inputs, **named), and print a table of it.
+    """Measure in which attention calls of model(*inputs, **named) skipping heads takes less time, and print a table.
 
-    Where it pays, the last line has the time of the whole model beside its time with all heads.
-
-    From then on the executor "auto" follows what was found, in this process and, through the user's cache, in later ones.
-    A smaller batch follows the row of a larger one, fewer active heads that of more. The table names every executor that
-    skips heads, with its time or why it cannot, where all heads are computed.
+    From then on the executor "auto" follows these measurements, in this process and, by the user's cache, in later ones. A
+    row of the table also holds for smaller batches and for fewer active heads. For a call that computes all heads, the
+    printed table names every executor that skips heads, with its time or the reason why it cannot run. If any call skips
+    heads, the last line compares the time of the whole model with its time with all heads.
 
     Args:
-        model: in training mode, training steps are measured too; else inference alone, under torch.no_grad. It is left
-            as it was.
-        *inputs, **named: as the model will get them: sizes, dtypes, masks. Call it under the autocast of later calls.
+        model: its mode decides. Training mode: calls of training and of inference are measured; eval mode: calls of
+            inference alone, under torch.no_grad. The model is left as it was.
+        *inputs, **named: inputs with the sizes, dtypes and masks of later calls; call `measure` under their autocast.
 
     Returns:
-        Rows by kind of call, see `measurement_table.Rows`; none with MOH_VISION_MEASURE=off.
+        The measured rows by kind of call, see `measurement_table.Rows`; empty with MOH_VISION_MEASURE=off.
 
     Raises:
         ValueError: the model has no HeadMixtureAttention layer.
     """
-    attention_layers(model)
+    attention_layers(model)  # raises if there are none
 
     def forward() -> Any:
         return model(*inputs, **named)
@@ -84,8 +83,8 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
     calls: Calls = {}
     reasons: Reasons = {}
     if model.training:
-        collect(calls, model, forward, True, compiled, reasons=reasons)
-    elapsed = collect(calls, model, forward, False, compiled, reasons=reasons)
+        collect(calls, model, forward, training=True, compiled=compiled, reasons=reasons)
+    elapsed = collect(calls, model, forward, training=False, compiled=compiled, reasons=reasons)
     rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * elapsed))
     current_table().add(rows)
     for line in table_lines(rows, reasons):
@@ -99,7 +98,7 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
 
 
 def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
-    """Yield lines with the time of the whole model beside its time with all heads; see `measure`."""
+    """Yield a line that compares the time of the whole model with its time with all heads; see `measure`."""
     layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     layers = [layer for layer in layers if layer.executor == "auto"]
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -122,7 +121,7 @@ def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
         work = inference
     times: dict[str, list[float]] = dict(auto=[], all_heads=[])
     with as_it_was(model), own_random_numbers():
-        for _ in range(1 + WHOLE_ROUNDS):  # the first warms up
+        for _ in range(1 + WHOLE_ROUNDS):  # the first round warms up and is not counted
             for name, taken in times.items():
                 for layer in layers:
                     if name == "auto":
@@ -139,8 +138,9 @@ def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
 
 
 def table_lines(rows: Rows, reasons: Reasons) -> Iterator[str]:
-    """Yield a line for each call, and below it those of the executors that skip heads: the time, or why one cannot."""
+    """Yield a line for each call and, below it, lines for executors that skip heads: the time, or why one cannot run."""
     for (key, (B, N, M, K)), by_executor in reasons.items():
+        # The key begins with executor, mode and number of heads, see `key_of`.
         tried, mode, heads, _ = key.split(maxsplit=3)
         skips = False
         took = "there was no time left to measure it"
@@ -160,7 +160,7 @@ def table_lines(rows: Rows, reasons: Reasons) -> Iterator[str]:
 
 
 def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
-    """Return the table of a run, and a line for the user, "" if there are no calls.
+    """Measure the calls of a run; return the record of the table, and a line for the user, "" if there are no calls.
 
     Args:
         calls: see `collect`.
@@ -193,14 +193,14 @@ def collect(
     Args:
         calls: the calls are added to it.
         model: left as it was.
-        forward: calls the model.
-        training: run the model in this mode; no gradients are recorded.
-        compiled: calls like these will be compiled.
-        batch: calls like these will have so many times as many sequences.
-        reasons: takes, by call, why each executor cannot skip heads; "" where it can.
+        forward: calls the model; run without gradients.
+        training: whether to run it in training mode.
+        compiled: whether the calls will be compiled later.
+        batch: number of sequences in later calls over the number in this one.
+        reasons: for each call, why each executor cannot skip heads is added to it; None: not wanted.
 
     Returns:
-        Seconds of forward().
+        Seconds that forward() took.
     """
     layers = [
         m
@@ -210,17 +210,18 @@ def collect(
     inputs: dict[nn.Module, tuple] = {}
 
     def record(layer: nn.Module, call: Call, *more: Any) -> Executor:
+        """Record a call, and let the layer compute all heads. Stands in for the class of an executor."""
         executor, _ = first_that_skips(layer, call, compiled)
         B, N, M, K = sizes_of(layer, call)
         skips = (
             executor is not layer.all_heads_executor and K < layer.num_heads and call.cache is None
         )
-        want = B
-        # Where the batch is as long as the sequences, which dimension it is cannot be told.
+        later_batch = B
+        # If B equals N or M, `resized` cannot tell which dimension of an input is the batch: keep B.
         if B not in (N, M):
-            want = max(round(B * batch), 1)
+            later_batch = max(round(B * batch), 1)
         words = " ".join(key_of(layer, call, executor, compiled))
-        call_key = (words, (want, N, M, K))
+        call_key = (words, (later_batch, N, M, K))
         if reasons is not None:
             never = "" if skips else "all heads run, or keys are cached"
             reasons[call_key] = {
@@ -229,9 +230,9 @@ def collect(
             }
         if skips and not is_traced(call.x) and call_key not in calls:
             try:
-                arguments = resized(inputs[layer], B, want)
+                arguments = resized(inputs[layer], B, later_batch)
                 calls[call_key] = recorded(executor, layer, arguments, call.x.device.type, compiled)
-            except Exception as error:  # what cannot be copied
+            except Exception as error:  # a layer that cannot be copied
                 refuse(executor, B, N, error)
         return layer.all_heads_executor(layer, call, *more)
 
@@ -271,17 +272,21 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def rows_of_calls(calls: Calls, time_left: float) -> Rows:
-    """Return the rows of calls, from the user's cache or measured; calls that there is no time for are left out."""
+    """Return the rows of calls, from the user's cache or else measured now, until the seconds `time_left` are spent.
+
+    Calls that are then still unmeasured have no row.
+    """
     if not calls:
         return {}
     cached = MeasurementTable.from_cache()
     found = MeasurementTable()
     new = MeasurementTable()
-    for number, ((key, (B, N, M, K)), call) in enumerate(calls.items()):
+    for index, ((key, (B, N, M, K)), call) in enumerate(calls.items()):
         known = [row for row in cached.rows.get(key, ()) if row[:4] == [N, M, B, K]]
         if not known and time_left > 0:
             start = time.perf_counter()
-            picked, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - number))
+            # Each remaining call gets an equal part of the time that is left; compiling does not count.
+            picked, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - index))
             time_left -= time.perf_counter() - start - compiling
             known = [[N, M, B, K, picked, ratio]]
             new.add({key: known})

@@ -1,4 +1,4 @@
-"""Helpers that visit every attention layer of a model."""
+"""Helpers that visit every attention layer of a model: budgets, routers, and the heads that tokens run."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,10 +78,10 @@ def head_groups(model: nn.Module) -> list[int]:
 
 
 def budgets_at(model: nn.Module, spec: BudgetSpec) -> ModelBudgets:
-    """Return the budgets that a model's layers would have at another share; the model stays as it is.
+    """Return the budgets that a model's layers would have at another share; the model is not changed.
 
-    A share is that of the heads and, where MLPs are routed, of their groups. A plain one keeps the shape that the model's
-    budgets have, see `shaped_as`. A list of pairs is of the heads alone.
+    A share is that of the heads and, where MLPs are routed, of their groups. Shared ones stay, see `change_budget`, and a
+    share without a shape keeps the shape of the model's, see `shaped_as`. A list of pairs is of the heads alone.
 
     Raises:
         ValueError: see `change_budget`.
@@ -89,9 +89,8 @@ def budgets_at(model: nn.Module, spec: BudgetSpec) -> ModelBudgets:
     heads, groups = model_budgets(model)
     if groups and not isinstance(spec, (list, tuple)):
         groups = groups_at(model, spec)[1]
-        if not any(
-            budget.candidates for budget in heads
-        ):  # all heads run, and groups alone are chosen
+        all_heads_run = not any(budget.candidates for budget in heads)
+        if all_heads_run:
             return ModelBudgets(heads, groups)
     return ModelBudgets(heads_at(model, spec), groups)
 
@@ -120,9 +119,10 @@ def groups_at(model: nn.Module, spec: BudgetSpec) -> tuple[BudgetSpec, tuple[Hea
 
 
 def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:
-    """Give a plain share the shape of a model's budget, "ramp" or "uniform"; a model that has none is taken for a ramp.
+    """Add the shape of a model's budget, "ramp" or "uniform", to a share without one; see `shaped`.
 
-    `head_budget_shape` of a model is None where its budget is a list that came without a shape.
+    The model keeps its shape in `head_budget_shape`. If that is None, because its budget came as a list without a shape,
+    the shape is taken to be "ramp", with a warning.
     """
     shape = getattr(model, "head_budget_shape", None)
     several = len(attention_layers(model)) > 1
@@ -140,7 +140,7 @@ def _warn_once_of_shape() -> None:
 
 
 def set_budgets(layers: Sequence[RoutedLayer], budgets: Sequence[HeadBudget]) -> None:
-    """Give layers other budgets. A layer with another number of shared heads gets a new, untrained router."""
+    """Give layers other budgets. A layer whose number of shared heads changes gets a new, untrained router."""
     for layer, budget in zip(layers, budgets, strict=True):
         if budget.shared != layer.budget.shared:
             layer.router = new_router(layer, budget)
@@ -148,7 +148,7 @@ def set_budgets(layers: Sequence[RoutedLayer], budgets: Sequence[HeadBudget]) ->
 
 
 def new_router(layer: RoutedLayer, budget: HeadBudget) -> nn.Module:
-    """Make an untrained router for a layer: class, options, device and mode stay, the budget is another."""
+    """Make an untrained router for a layer with another budget; class, options, device, dtype and mode stay the same."""
     weight = next(layer.parameters())
     router_class = type(layer.router)
     router = router_class(
@@ -158,13 +158,13 @@ def new_router(layer: RoutedLayer, budget: HeadBudget) -> nn.Module:
 
 
 def single_routed(model: nn.Module) -> str | None:
-    """Return a warning about layers with one routed head, whose renormalised weight is constant; None without such.
+    """Return a warning about layers with one routed head, whose renormalised weight is constant; None if there are none.
 
-    Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
+    This concerns only MoH's released gates: the paper's gates are not renormalised, and MoA detaches the divisor.
     """
     single = [
-        number
-        for number, layer in enumerate(attention_layers(model))
+        index
+        for index, layer in enumerate(attention_layers(model))
         if layer.budget.routed == 1 and getattr(layer.router, "released", False)
     ]
     if not single:
@@ -174,7 +174,7 @@ def single_routed(model: nn.Module) -> str | None:
 
 @contextmanager
 def running(model: nn.Module, budgets: ModelBudgets) -> Iterator[None]:
-    """Let a model run these heads and groups for a while, see `set_budgets`; afterwards it runs those that it had."""
+    """Set these budgets inside a `with` block, see `set_budgets`; restore the model's own budgets afterwards."""
     layers = [*attention_layers(model), *mlp_layers(model)]
     before = [layer.budget for layer in layers]
     set_budgets(layers, [*budgets.heads, *budgets.groups])
@@ -185,7 +185,7 @@ def running(model: nn.Module, budgets: ModelBudgets) -> Iterator[None]:
 
 
 def init_routers(model: nn.Module) -> None:
-    """Set what a router's paper prescribes: MoA's first weights, MAE's experts. Call it after initialising a model."""
+    """Initialise routers as their papers prescribe (MoA's weights, MAE's experts). Call it after initialising the model."""
     for module in model.modules():
         if isinstance(module, RoutedLayer):
             for name in ("init_weights", "init_non_persistent_buffers"):
@@ -195,12 +195,12 @@ def init_routers(model: nn.Module) -> None:
 
 
 def head_budget(model: nn.Module) -> dict:
-    """Return the heads of every `HeadMixtureAttention` in a model, in order.
+    """Return the number of heads, shared, routed and active, of every `HeadMixtureAttention` in a model, in order.
 
     Returns:
-        dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
-        are head-weighted totals, the figure that the papers quote. Where groups of MLPs are routed, the entry "mlp" is
-        such a dict of them: their "heads" are groups, and "head_dim" is the width of one.
+        dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share). The last three are
+        for the whole model; share, active heads over all heads, is the figure that the papers quote. Where groups of MLPs
+        are routed, the entry "mlp" is such a dict of them: its "heads" are groups, and "head_dim" is the width of one.
     """
     budget = _totals(named_layers(model))
     mlps = {
@@ -239,19 +239,20 @@ def routed_layers(model: nn.Module) -> list[dict]:
 def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
     """Return the heads and gates of each token in one call `model(*args, **kwargs)`.
 
-    Hooks on the routers read their answers during the call; nothing stays in the model. Call it in eval mode for what a
-    trained model does: in training, dropout, noise and drawn experts decide too.
+    Hooks on the routers collect their answers during the call, and are removed after it. The model runs in its present
+    mode: use eval mode to see what a trained model does, because in training mode dropout, noise and drawn experts also
+    change the choice.
 
     Args:
-        model: any model with `HeadMixtureAttention` layers, in the mode it is in.
+        model: any model with `HeadMixtureAttention` layers.
         *args, **kwargs: its inputs, without a cache.
 
     Returns:
-        The `Routing` of each layer, in the order of `attention_layers`. Unlike a router's own answer, `active` (bool) and
-        `weights` (the gates, 0 where a head does not run) are both [B, N, H] and never None, whatever the router and
-        scope: a choice for the whole sequence is repeated for each token, and a layer without routing runs all heads
-        with gate 1. Shared heads come first. Class and register tokens are tokens as others, in the order of the
-        model; the N tokens of a map [H, W] are its rows, one after another.
+        The `Routing` of each layer, in the order of `attention_layers`. Unlike in a router's own answer, `active` (bool) and
+        `weights` (the gates, 0 where a head does not run) are both [B, N, H] and never None: a choice for the whole
+        sequence is repeated for each token, and a layer without routing runs all heads with gate 1. Shared heads come
+        first among the H. Class and register tokens are among the N tokens, in the order of the model; a map [height,
+        width] counts row by row.
     """
     names = {layer: name for name, layer in named_layers(model).items()}
     layer_of = {layer.router: layer for layer in names}
@@ -282,11 +283,11 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
 
 
 def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:
-    """Expand weights and active heads of a router's answer to every token, shape [B, N, H]."""
+    """Expand the weights and active heads of a router's answer to `shape`, (B, N, H)."""
     weights = routing.weights
     active = routing.active
     if weights is None:
         weights = torch.ones(shape, device=routing.stats.counts.device)
-    if active is None:  # all heads are computed, and those of weight 0 count for nothing
+    if active is None:  # all heads are computed; those of weight 0 do not change the output
         active = weights > 0
     return Routing(weights.expand(shape), active.expand(shape), routing.stats)

@@ -33,13 +33,13 @@ class RoutedLayer(nn.Module):
     executor: str | type[Executor]
     fused_attn = True
 
-    # Classes of executors. Names in EXECUTORS, which a user gives as `executor`, choose among them: those that skip heads,
-    # in the order of trial; that of all heads; that where `fused_attn` is False; the oracle.
+    # Tried in this order by the executors "auto" and "packed", see `select_executor`.
     skipping_executors: tuple[type[Executor], ...]
-    all_heads_executor: type[Executor]
-    unfused_executor: type[Executor]
-    reference_executor: type[Executor]
-    variant = ""  # what decides the time of a call beside its sizes
+    all_heads_executor: type[Executor]  # "masked", and wherever nothing is skipped
+    unfused_executor: type[Executor]  # where `fused_attn` is False
+    reference_executor: type[Executor]  # "reference", the oracle of the tests
+    # A word for options of a subclass that change the time of a call; measurements are looked up by it, see `key_of`.
+    variant = ""
 
     @property
     def budget(self) -> HeadBudget:

@@ -1,4 +1,4 @@
-"""`SeparateHeadMixtureAttention`: queries, keys and values have modules of their own."""
+"""`SeparateHeadMixtureAttention`: one module each for queries, keys and values."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from moh_vision.attention.routing import Call
 
 
 class SeparateHeadMixtureAttention(HeadMixtureAttention):
-    """`HeadMixtureAttention` with LLaMA's names, so that weights stay where they are and adapters find them.
+    """`HeadMixtureAttention` with LLaMA's parameter names, which checkpoints have and by which adapters find modules.
 
     Parameters: q_proj.weight [H * D, C], k_proj.weight and v_proj.weight [kv_heads * D, C], o_proj.weight [C, H * D];
-    router.*. The projections are called as modules wherever all heads are projected.
+    router.*. Where all heads are projected, the projections are called as modules; their weights are not read.
     """
 
     def add_inputs(self, dim: int, bias: bool, **dd: Any) -> None:

@@ -1,6 +1,6 @@
-"""One recorded call of a layer, with all heads and with some skipped: are the results the same, and which takes less time?
+"""Try one recorded call of a layer with all heads and with heads skipped: compare the results, then the times.
 
-`measure` says which calls are tried, and keeps what was found.
+`measure` records the calls, and keeps the results in a `MeasurementTable`.
 """
 
 import copy
@@ -23,12 +23,12 @@ from moh_vision.attention.routing import Routing
 
 log = logging.getLogger("moh_vision.attention")
 
-PAYS = 0.95  # of the time of all heads: less is noise
-SMALL = 2  # sequences, where results are compared
-# Differences up to these are rounding, as a share of the largest number; ROUGH: in 16 bits and TF32.
+PAYS = 0.95  # skipping must take at most this share of the time of all heads, since smaller gains may be noise
+SMALL = 2  # number of sequences with which results are compared
+# Differences up to these are taken for rounding, relative to the largest element. ROUGH is for 16 bits and TF32.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROUGH = 3e-2
-# Rounds that are timed, each with all heads and with some skipped.
+# Least and largest number of timed rounds. A round runs the call with all heads and with heads skipped.
 LEAST = 5
 MOST = 20
 
@@ -37,10 +37,10 @@ class Recorded(NamedTuple):
     """One call of a layer that could skip heads."""
 
     executor: type[Executor]
-    layer: nn.Module  # a copy
+    layer: nn.Module  # a copy of the layer
     inputs: tuple[tuple, dict]  # the arguments of its forward
     autocast: tuple  # the arguments of torch.autocast
-    compiled: bool
+    compiled: bool  # whether the call will be compiled later
 
 
 def recorded(
@@ -50,14 +50,14 @@ def recorded(
     device: str,
     compiled: bool,
 ) -> Recorded:
-    """Keep a call of a layer, under the autocast that is on.
+    """Return a record of a call of a layer, with the present autocast.
 
     Args:
         executor: skips heads of the call.
         layer: is copied.
         inputs: the arguments of its forward.
-        device: type of the device of the tokens.
-        compiled: calls like this one will be compiled.
+        device: device type of the tokens.
+        compiled: whether such calls will be compiled later.
     """
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     return Recorded(executor, copied(layer), inputs, autocast, compiled)
@@ -66,7 +66,7 @@ def recorded(
 def judge(
     call: Recorded, sizes: tuple[int, int, int], time_left: float
 ) -> tuple[str, float | None, float]:
-    """Return the executor to take for a call, and why.
+    """Decide whether `auto` should skip the heads of a call: compare the results, then the times.
 
     Args:
         call: the call.
@@ -74,19 +74,19 @@ def judge(
         time_left: seconds that may be spent.
 
     Returns:
-        The name of the executor, the time of skipping heads over that of all heads (None: skipping failed), and the
-        seconds that torch.compile took.
+        The name of the executor to take, the time of skipping heads over that of all heads (None: skipping failed), and
+        the seconds that torch.compile took.
     """
     B, N, M = sizes
     small = B
-    # Where the batch is as long as the sequences, which dimension it is cannot be told.
+    # If B equals N or M, `resized` cannot tell which dimension of an input is the batch: keep B.
     if B not in (N, M):
         small = min(B, SMALL)
     try:
         with own_random_numbers():
             compare(call, B, small)
             ratio, compiling = timed(call, time_left)
-    except Exception as error:  # memory that is full, a compiler's error, a difference
+    except Exception as error:  # out of memory, an error of a compiler, or different results
         refuse(call.executor, B, N, error)
         return "Masked", None, 0.0
     picked = "Masked"
@@ -106,7 +106,7 @@ def refuse(executor: type[Executor], B: int, N: int, error: Exception) -> None:
 def timed(call: Recorded, time_left: float) -> tuple[float, float]:
     """Return the time of skipping heads over that of all heads, and the seconds that torch.compile took.
 
-    Rounds of both alternate, and the best of each counts.
+    Both are run in turn, and the shortest time of each counts.
     """
     layer = copied(call.layer)
     if call.compiled:
@@ -114,16 +114,17 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
     all_heads = partial(run, layer, call, call.inputs, layer.all_heads_executor)
     skipping = partial(run, layer, call, call.inputs, call.executor)
     compiling = 0.0
-    for one in (all_heads, skipping):
-        first = seconds(one)
-        each = seconds(one)
+    for work in (all_heads, skipping):
+        first = seconds(work)
+        each = seconds(work)
         if call.compiled:
             compiling += max(first - each, 0.0)
-    # A GPU works while calls are queued. On a CPU a short look is seldom disturbed, and the best one counts.
-    look = 0.001
+    # One timing repeats the call for about this many seconds. On a GPU it is longer, so that calls queue up and the device
+    # is never idle. On a CPU it is short, because other processes seldom disturb every one of several short timings.
+    timing = 0.001
     if call.autocast[0] == "cuda":
-        look = 0.01
-    number = max(1, round(look / max(each, 1e-6)))
+        timing = 0.01
+    number = max(1, round(timing / max(each, 1e-6)))
     times_of_all: list[float] = []
     times_of_skipping: list[float] = []
     end = time.perf_counter() + time_left
@@ -131,14 +132,15 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
         times_of_all.append(seconds(all_heads, number))
         times_of_skipping.append(seconds(skipping, number))
     if call.compiled:
-        torch.compiler.reset()  # what was compiled here does not count against the limit of variants
+        torch.compiler.reset()  # so that this code does not count against dynamo's recompile limit
     return min(times_of_skipping) / min(times_of_all), compiling
 
 
 def compare(call: Recorded, batch: int, small: int) -> None:
-    """Raise where skipping heads gives another result than all heads in plain PyTorch, in the output or a gradient.
+    """Raise AssertionError if skipping heads gives another output or gradient than all heads in plain PyTorch.
 
-    Nothing is hooked at first: kernels that run only then are among what is compared.
+    The first comparison is of the layer as it is, because some kernels run only without hooks. The second hooks the router,
+    so that no token runs the last head: that also tests a head without tokens.
     """
     layer = copied(call.layer)
     mode = torch.get_deterministic_debug_mode()
@@ -162,7 +164,7 @@ def compare(call: Recorded, batch: int, small: int) -> None:
         with kernels.using("torch"):
             want = run(layer, call, inputs, layer.all_heads_executor)
         with warnings.catch_warnings(action="ignore"):
-            # In this mode memory that nobody has written to holds NaN.
+            # In this mode torch fills new memory with NaN, which shows elements that a kernel failed to write.
             torch.set_deterministic_debug_mode("warn")
             try:
                 got = run(layer, call, inputs, call.executor)
@@ -177,10 +179,10 @@ def compare(call: Recorded, batch: int, small: int) -> None:
 
 
 def coarse(t: Tensor, parts: int) -> Tensor:
-    """Round numbers to multiples of 1 / parts.
+    """Round elements to multiples of 1 / parts, without a gradient.
 
-    The logits of such tokens and weights are exact in any order of summation. Otherwise PyTorch and an operator would
-    choose other heads for some of many tokens, which is no fault of either.
+    The products of such tokens and weights have no rounding error, in whatever order they are summed. With other values
+    PyTorch and an operator could choose different heads for a token whose logits are nearly equal; neither would be wrong.
     """
     return (t.detach() * parts).round() / parts
 
@@ -203,23 +205,23 @@ def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
 
 
 def check_same(want: list[Tensor], got: list[Tensor], tolerance: float) -> None:
-    """Raise AssertionError where tensors are not nearly equal. The first is the output, the others are gradients."""
-    sizes = []  # the largest number of each tensor
+    """Raise AssertionError if tensors are not nearly equal. The first is the output, the others are gradients."""
+    largest = []  # the largest absolute value in each tensor
     for w in want:
-        sizes.append(w.abs().max().item() if w.numel() else 0.0)
-    largest_gradient = max(sizes[1:], default=0.0)
-    for number, (w, g) in enumerate(zip(want, got, strict=True)):
-        size = sizes[number]
-        if number > 0:
-            # A gradient that is zero but for rounding, as that of the keys' bias, is held to the size of the others.
-            size = max(size, 0.1 * largest_gradient)
-        torch.testing.assert_close(g, w, rtol=0, atol=tolerance * size)
+        largest.append(w.abs().max().item() if w.numel() else 0.0)
+    largest_gradient = max(largest[1:], default=0.0)
+    for index, (w, g) in enumerate(zip(want, got, strict=True)):
+        scale = largest[index]
+        if index > 0:
+            # Not its own scale alone: the gradient of the keys' bias, for one, is 0 apart from rounding.
+            scale = max(scale, 0.1 * largest_gradient)
+        torch.testing.assert_close(g, w, rtol=0, atol=tolerance * scale)
 
 
 def run(
     layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], executor: type[Executor]
 ) -> list[Tensor]:
-    """Return the output of a call and, in training, the gradients of its tokens and of the layer's weights."""
+    """Run a call; return its output and, in training mode, the gradients of its tokens and of the layer's parameters."""
 
     def leaf(t: Any) -> Any:
         if not is_tokens(t, layer):
@@ -229,7 +231,7 @@ def run(
     layer.executor = executor
     inputs = tree_map(leaf, inputs)
     args, named = inputs
-    torch.manual_seed(0)  # for routers that draw
+    torch.manual_seed(0)  # for routers that draw random numbers
     with torch.autocast(*call.autocast), torch.set_grad_enabled(layer.training):
         y = layer(*args, **named)[0]
     if not layer.training:
@@ -246,27 +248,31 @@ def run(
 
 
 def copied(layer: nn.Module) -> nn.Module:
-    """Copy a layer, with random weights: trained or sharded ones are not needed, and new routers may not choose yet."""
-    fresh = {}
+    """Copy a layer, with random weights.
+
+    The layer's own weights may be sharded, and a new router's may all be 0, which would leave the choice of heads to ties.
+    """
+    fresh = {}  # id of a parameter -> its replacement: deepcopy takes it for the copy
     for p in layer.parameters():
         scale = 1.0
         if p.dim() > 1:
             scale = p.shape[-1] ** -0.5
-        numbers = scale * torch.randn(p.shape, device=p.device, dtype=p.dtype)
-        fresh[id(p)] = nn.Parameter(numbers, p.requires_grad)
+        values = scale * torch.randn(p.shape, device=p.device, dtype=p.dtype)
+        fresh[id(p)] = nn.Parameter(values, p.requires_grad)
     duplicate = copy.deepcopy(layer, fresh)
     duplicate.executor = layer.all_heads_executor
-    # The hooks of `collect`.
+    # Remove the hooks that `measure.collect` has set.
     duplicate._forward_pre_hooks.clear()
     duplicate._forward_pre_hooks_with_kwargs.clear()
     for module in duplicate.modules():
         if isinstance(module, GateNorm):
-            module.over_processes = False  # the main process measures alone
+            # Only the main process measures: an all-reduce would wait forever.
+            module.over_processes = False
     return duplicate
 
 
 def resized(inputs: tuple[tuple, dict], have: int, want: int) -> tuple[tuple, dict]:
-    """Return the inputs of a layer with `want` sequences instead of `have`, detached."""
+    """Return the inputs of a layer with `want` sequences instead of `have`, detached; sequences are repeated or dropped."""
 
     def change(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -278,25 +284,25 @@ def resized(inputs: tuple[tuple, dict], have: int, want: int) -> tuple[tuple, di
     return tree_map(change, inputs)
 
 
-def seconds(one: Callable[[], object], number: int = 1) -> float:
-    """Return the seconds of so many runs; on a GPU the device is waited for."""
+def seconds(function: Callable[[], object], number: int = 1) -> float:
+    """Return the seconds that `number` calls of `function` take, work queued on a GPU included."""
     wait_for_gpu()
     start = time.perf_counter()
     for _ in range(number):
-        one()
+        function()
     wait_for_gpu()
     return time.perf_counter() - start
 
 
 def wait_for_gpu() -> None:
-    """Wait until the GPU has done its work, if one is in use."""
+    """Wait until the GPU has finished all queued work, if one is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Restore the random number generators afterwards."""
+    """Restore the random number generators when the `with` block ends."""
     devices = []
     if torch.cuda.is_initialized():
         devices = [torch.cuda.current_device()]

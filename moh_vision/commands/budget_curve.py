@@ -40,26 +40,29 @@ from moh_vision.opening import kind_of, open_run
 REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
-VISIT = 0.1  # seconds of one look at the clock
-DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first one found
+VISIT = 0.1  # least seconds that a model is timed in a round
+# The score that is drawn is the first of these that all runs have.
+DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")
 
 
 class Timed(NamedTuple):
     """A model that is timed at one share of its heads."""
 
-    milliseconds: list[float]
-    """One number a round, in the end their quartiles."""
+    milliseconds: list[float]  # one per round; in the end `take_turns` leaves their quartiles
     model: nn.Module
     budgets: ModelBudgets
-    forward: Callable[[], object]
-    """Runs the model on one batch."""
+    forward: Callable[[], object]  # runs the model on one batch
 
 
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, ModelBudgets]:
-    """Find budgets by the share of heads that they run, the model's own among them.
+    """Return {share of heads: budgets of the layers}, sorted by share, the model's own budgets included.
 
-    Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
-    SHARES. A dense model has one share. Groups of routed MLPs run at the same share as the heads.
+    A dense model has one entry, all heads. Groups of routed MLPs run at the same share as the heads.
+
+    Args:
+        model: the model.
+        shares: shares such as "0.75", which keeps the shape of the model's budget, or "uniform:0.75"; they are rounded
+            to whole heads. None: those of SHARES that the model allows.
     """
     saved = model_budgets(model)
     if is_dense(model):
@@ -71,6 +74,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Mo
     heads = sum(budget.heads for budget in saved.chosen)
 
     def allowed(share: str) -> ModelBudgets | None:
+        """Return the budgets at a share, or None if the model's shared heads do not allow it."""
         try:
             return budgets_at(model, share)
         except ValueError:
@@ -94,30 +98,33 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Mo
 def measure(
     names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None
 ) -> list[dict]:
-    """Score and time the models of runs at `budgets_of`; check all budgets first."""
-    passes = [one.forward() for one in opened]  # also opens what scores
+    """Score and time the models of runs at the budgets that `budgets_of` returns.
+
+    All budgets are checked before the first model is scored.
+    """
+    passes = [run.forward() for run in opened]  # this also opens the data for the scores
     budgets = []
-    for name, one in zip(names, opened):
+    for name, run in zip(names, opened):
         try:
-            budgets.append(budgets_of(one.model, shares))
+            budgets.append(budgets_of(run.model, shares))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    data = [one.scored_on.format(c=one.config) for one in opened]
-    for name, one, text in zip(names, opened, data):
-        say(f"{name}: weights of {one.metadata['weights']}; scored on {text}")
+    data = [run.scored_on.format(c=run.config) for run in opened]
+    for name, run, text in zip(names, opened, data):
+        say(f"{name}: weights of {run.metadata['weights']}; scored on {text}")
     lines = []
     timed: list[Timed] = []
-    for name, one, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):
-        first = attention_layers(one.model)[0]
+    for name, run, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):
+        first = attention_layers(run.model)[0]
         line = dict(
             run=name,
-            weights=one.metadata["weights"],
-            model=one.metadata["architecture"],
+            weights=run.metadata["weights"],
+            model=run.metadata["architecture"],
             data=text,
             batch_size=size,
             scope=first.scope,
             executor=first.executor,
-            share=model_budgets(one.model).share,
+            share=model_budgets(run.model).share,
             shares=list(by_share),
             layers=[pairs(budgets.heads) for budgets in by_share.values()],
             mlps=[pairs(budgets.groups) for budgets in by_share.values()],
@@ -125,15 +132,15 @@ def measure(
             milliseconds=[[] for _ in by_share],
         )
         for (share, chosen), times in zip(by_share.items(), line["milliseconds"]):
-            with running(one.model, chosen):
-                scores = one.scores()
+            with running(run.model, chosen):
+                scores = run.scores()
             line["scores"].append(plain_values(scores))
             texts = []
             for key in DRAWN:
                 if scores.get(key) is not None:
                     texts.append(f"{COLUMNS[key].title} {scores[key]:.4g}")
             say(f"{name}: {100 * share:5.1f} % of the heads, {', '.join(texts)}")
-            timed.append(Timed(times, one.model, chosen, forward))
+            timed.append(Timed(times, run.model, chosen, forward))
         lines.append(line)
     take_turns(timed)
     for line in lines:
@@ -150,13 +157,17 @@ def pairs(budgets: Sequence[HeadBudget]) -> list[list[int]]:
 
 
 def plain_values(scores: dict) -> dict:
-    """Keep the numbers and texts of scores; lists are long, and nothing draws them."""
+    """Return the scores that are numbers or texts, for the JSON; lists are left out because they are long."""
     return {key: value for key, value in scores.items() if isinstance(value, (int, float, str))}
 
 
 def take_turns(timed: Sequence[Timed]) -> None:
-    """Time forward passes in rounds, each in another order; write quartiles into their `milliseconds`."""
-    from torch.utils.benchmark import Timer  # warns of a CUDA toolkit without a GPU
+    """Time forward passes in rounds of random order; write the quartiles into each `milliseconds`.
+
+    A slow phase of the machine then falls on all models and shares alike.
+    """
+    # Imported here because the import warns where there is a CUDA toolkit but no GPU.
+    from torch.utils.benchmark import Timer
 
     threads = torch.get_num_threads()
     for number in range(ROUNDS + 1):
@@ -172,8 +183,8 @@ def take_turns(timed: Sequence[Timed]) -> None:
 
 def draw(lines: Sequence[dict]):
     """Draw the results of `measure`: scores above, latency below, one colour per model."""
-    every = [scores for line in lines for scores in line["scores"]]
-    key = next(key for key in DRAWN if all(scores.get(key) is not None for scores in every))
+    all_scores = [scores for line in lines for scores in line["scores"]]
+    key = next(key for key in DRAWN if all(scores.get(key) is not None for scores in all_scores))
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained"
     )
@@ -215,7 +226,7 @@ def options(add) -> None:
 def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
-            # parse_share also reads a share of shared heads: those stay as they are.
+            # parse_share also accepts a share of shared heads, which this command does not change.
             understood = parse_share(share).shared is None
         except ValueError:
             understood = False
@@ -232,7 +243,7 @@ def figure(options) -> Drawn:
     for run in options.runs:
         given = options.rest
         if opened and wings[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
-            # A folder that is no run has neither data nor a precision: take the first run's.
+            # A folder without config.yaml, such as a published one, names no data and no precision: take the first run's.
             first = opened[0].config
             root = ["--data.root", first.data.root]
             given = [*root, "--mixed_precision", first.mixed_precision, *given]

@@ -1,4 +1,4 @@
-"""What all commands share: arguments, the figure's file, one line for a mistake."""
+"""Run a command: parse its arguments, write its figure, and turn a user's mistake into one line."""
 
 from pathlib import Path
 from types import ModuleType
@@ -10,21 +10,25 @@ from moh_vision.common.progress import say
 
 
 class Drawn(NamedTuple):
-    """A figure of a command."""
+    """What the `figure` function of a command returns."""
 
-    figure: Any  # of matplotlib
-    numbers: dict[str, Any]  # for the JSON beside it
-    text: str = ""  # printed behind the names of both files
-    alone: bool = False  # print the text without these names
+    figure: Any  # a figure of matplotlib
+    numbers: dict[str, Any]  # written to the JSON beside the figure
+    text: str = ""  # printed after the names of both files
+    alone: bool = False  # print `text` alone, without the names of the files
 
 
 def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
     """Run the module of a command; return its exit code.
 
-    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns `Drawn`. An
-    `options.output` is a new file or folder with one of ENDINGS, if it has these. If it has REST, the name of its
-    first argument, `options.rest` has another parser's options. KEPT is what an interrupted command finds again. A
-    module may have a `main` instead.
+    The module has `options(add)`, which adds arguments to the parser, and either `work(options)` or `figure(options)`.
+    The latter returns `Drawn`, and the figure is written to --output. A module that parses its own arguments has
+    `main(argv)` instead, and nothing else here applies. If the command has an option --output, its path must not exist
+    yet. The module may define:
+
+        ENDINGS  the endings that the path of --output may have
+        REST     the name of the first argument; options that the parser does not know are in `options.rest`
+        KEPT     what an interrupted command leaves behind and does not make again, such as "shards"
     """
     if hasattr(command, "main"):
         return command.main(argv)
@@ -38,7 +42,7 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
         parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
 
     def work() -> None:
-        with user_errors(name):  # once, however many ranks there are
+        with user_errors(name):  # a mistake in the options is printed once, not by every rank
             if hasattr(command, "REST"):
                 options, rest = parser.parse_with_rest(argv, command.REST)
                 options.rest = rest

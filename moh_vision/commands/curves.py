@@ -73,13 +73,13 @@ def figure(options) -> Drawn:
             logs.append((f"{options.beside} as shipped", [shipped_log(options.beside)]))
         lines, x = learning_curves(logs, options.window)
         y = loss_label(runs)
-    runs = [str(folder) for folder in options.runs]
-    numbers = dict(x=x, y=y, runs=runs, lines=[line.numbers() for line in lines])
+    folders = [str(folder) for folder in options.runs]
+    numbers = dict(x=x, y=y, runs=folders, lines=[line.numbers() for line in lines])
     return Drawn(draw_lines(lines, x, y), numbers, f": {len(lines)} lines over {x}")
 
 
 def shipped_log(name: str) -> Path:
-    """Find the log beside a configuration, by the name that --config takes."""
+    """Return the path of the log that ships with a configuration; `name` is as --config takes it."""
     file = SHIPPED / f"{name.removeprefix('configs/').removesuffix('.yaml')}.jsonl"
     if not file.is_file():
         there = sorted(f"{log.parent.name}/{log.stem}" for log in SHIPPED.glob("*/*.jsonl"))
@@ -88,7 +88,7 @@ def shipped_log(name: str) -> Path:
 
 
 def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
-    """Read the losses in a log, and the steps per epoch once a second has begun."""
+    """Read the losses in a log, and the mean number of steps per epoch, None if no second epoch has begun."""
     losses: dict[str, Points] = dict(training=[], validation=[])
     began = {0.0: 0.0}  # epoch -> steps before it
     before = 0.0  # the last step logged
@@ -97,7 +97,7 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
         epoch = number_at(entry, ("epoch",), file)
         if step is None:
             raise ValueError(f"{file}: a line without step")
-        # "nll" is the loss without smoothed labels; only text has it.
+        # "nll" is the loss without label smoothing; only text runs log it.
         training_loss = number_at(entry, ("nll" if "nll" in entry else "loss",), file)
         validation_loss = number_at(entry, ("validation", "loss"), file)
         if training_loss is not None:  # a skipped step has null
@@ -117,7 +117,7 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Average each value with those before it: batches differ more than models."""
+    """Average each value with the `window` - 1 values before it, because losses of single batches are noisy."""
     values = [value for _, value in points]
     return [
         (x, float(np.mean(values[max(0, i + 1 - window) : i + 1])))
@@ -126,7 +126,12 @@ def running_mean(points: Points, window: int) -> Points:
 
 
 def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int) -> tuple[list[Line], str]:
-    """Return lines of losses in named groups of logs, and the label of x."""
+    """Return the lines of training and validation losses, and the label of x.
+
+    Args:
+        files: (name, logs) of each group; a group makes one line of each loss.
+        window: how many logged training losses are averaged.
+    """
     logs = [(name, [read_curves(file) for file in group]) for name, group in files]
     over_epochs = all(steps for _, group in logs for _, steps in group)
     label = "epochs" if over_epochs else "steps"
@@ -134,7 +139,8 @@ def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int) -> tup
     for number, (name, group) in enumerate(logs):
         unit = 1  # steps
         if over_epochs:
-            # Seeds differ a little in steps per epoch: one length keeps their steps together.
+            # The steps per epoch differ a little between seeds. With one unit for the whole group, equal steps have
+            # equal x and are averaged.
             unit = statistics.mean(steps for _, steps in group)
         for split, length in dict(training=window, validation=1).items():
             losses = [point for curves, _ in group for point in running_mean(curves[split], length)]
@@ -144,7 +150,7 @@ def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int) -> tup
 
 
 def loss_label(runs: Sequence[ScoredRun]) -> str:
-    """Return the label of y; it names losses of several kinds in one axis."""
+    """Return the label of y; if the runs have different losses, it names them."""
     losses = []
     for run in runs:
         if run.wing == "diffusion":
@@ -162,7 +168,7 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
 def scores_over(
     runs: Sequence[ScoredRun], key: str, names: list[str] | None
 ) -> tuple[list[Line], str]:
-    """Return lines of the first score that all runs have, over a key; and y's label."""
+    """Return lines of the first score that all runs have over the value of a key, and the label of y."""
     for run in runs:
         if key not in run.config:
             raise ValueError(

@@ -38,10 +38,13 @@ from moh_vision.opening import kind_of, open_run
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # for images
-TOLERANCE = 1e-4  # of the largest output; float32 rounds to about 1e-6 of it
-TRIES = 2  # a token whose heads tie may choose others after rounding, hardly twice
-Run = Callable[[dict[str, Tensor]], Tensor]
+# Keys of timm's configuration that say how images are preprocessed.
+PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+TOLERANCE = 1e-4  # largest difference over the largest output; float32 rounds to about 1e-6 of it
+# Where two heads of a token tie, rounding may choose the other one in the exported file. With other inputs this is
+# unlikely to happen again.
+TRIES = 2
+Run = Callable[[dict[str, Tensor]], Tensor]  # runs a file: inputs by name -> output
 
 
 class Classifier(nn.Module):
@@ -64,7 +67,7 @@ class Classifier(nn.Module):
 class Denoiser(nn.Module):
     """A DiT for export: hidden_states [B, C, h, w], timestep [B] float, class_labels [B] int64 -> sample.
 
-    One pass, without guidance. Label num_classes means "no class".
+    It makes one forward pass, without guidance. Label num_classes means "no class".
     """
 
     output = "sample"
@@ -101,7 +104,8 @@ def export(
         file: the new file.
         form: "onnx" or "torch-export".
         batch: the only batch size of the file; None: any.
-        metadata: becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
+        metadata: values by key, for an ONNX file's metadata_props or a .pt2's metadata.json. Strings are written as they
+            are, other values as JSON.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
     texts = {}
@@ -119,13 +123,13 @@ def _export_program(
     any_batch: bool,
     metadata: dict[str, str],
 ) -> Run:
-    """Write a .pt2 file, see `export`; return a function that runs it.
+    """Write a .pt2 file, see `export`; return a function that runs the file.
 
     Args:
-        module: as of `export`.
-        inputs: its arguments, as an example.
+        module: see `export`.
+        inputs: example arguments of the module, by name.
         file: the new file.
-        any_batch: whether the file takes batches of any size, or only that of the inputs.
+        any_batch: True: the file takes batches of any size; False: only batches of the size of `inputs`.
         metadata: texts for metadata.json.
     """
     dims = dict.fromkeys(inputs)
@@ -144,7 +148,7 @@ def _export_onnx(
     any_batch: bool,
     metadata: dict[str, str],
 ) -> Run:
-    """Write an ONNX file, see `_export_program`; metadata go into its metadata_props."""
+    """Write an ONNX file, with `metadata` in its metadata_props; see `_export_program`."""
     import onnxruntime
 
     dims = dict.fromkeys(inputs)
@@ -154,7 +158,7 @@ def _export_onnx(
     program = torch.onnx.export(module, kwargs=inputs, dynamic_shapes=dims, **names, verbose=False)
     program.model.metadata_props.update(metadata)
     for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # paths of this machine
+        node.metadata_props.clear()  # they have paths of this machine
     program.save(file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
 
@@ -169,7 +173,7 @@ def _export_onnx(
 def cases_of(
     module: nn.Module, batch: int | None, seed: int
 ) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Draw inputs in batches of 1 and 3, or the only batch, and compute the outputs."""
+    """Return (inputs, output of the module) for batches of 1 and 3 random inputs, or for one batch of size `batch`."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [batch] if batch else [1, 3]
     drawn = [module.draw(size, generator) for size in sizes]
@@ -177,7 +181,7 @@ def cases_of(
 
 
 def open_source(source: str, checkpoint: str | None) -> Opened:
-    """Open RUN or NAME."""
+    """Open a run, one of its files or a published folder; or a registered model by name, with weights or published ones."""
     path = Path(source)
     name = None
     if not path.exists():
@@ -200,7 +204,7 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
 
 
 def fix_heads(model: nn.Module, file: str) -> None:
-    """Keep each layer's most run heads by a head load file, as many as a token runs."""
+    """Keep only the heads of each layer that ran most by a head load file, as many as a token runs."""
     load = HeadLoad.read(Path(file))
     layers = attention_layers(model)
     # Routed MLPs are counted too: every image goes on to choose their groups.
@@ -222,7 +226,13 @@ def fix_heads(model: nn.Module, file: str) -> None:
 
 
 def heads_text(model: nn.Module, heads: int, computed: int) -> str:
-    """Say in one line how many of the model's `heads` an export computes."""
+    """Return a line on how many heads an export computes.
+
+    Args:
+        model: the exported model.
+        heads: number of heads before any were removed.
+        computed: number of heads that the graph computes.
+    """
     kept = sum(layer.num_heads for layer in attention_layers(model))
     if kept < heads:
         return f"heads: {kept} of {heads} are in the graph, the others left it with their weights"
@@ -255,15 +265,12 @@ def write(
     metadata: dict,
     cases: list[list],
 ) -> None:
-    """Write a module to `output` if the file gives the outputs of one list in `cases`.
+    """Write a module to `output` if the file gives the outputs of one list in `cases`; else raise ValueError.
 
     Args:
-        module: as of `export`.
+        module, form, batch, metadata: see `export`.
         output: the new file.
-        form: as of `export`.
-        batch: as of `export`.
-        metadata: as of `export`.
-        cases: lists of (inputs, expected output). The next list is tried if the file differs on one.
+        cases: lists of (inputs, expected output). Where the outputs of one list differ, the next list is tried.
     """
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name
@@ -293,7 +300,8 @@ def write(
                 f"allowed is {TOLERANCE:g} of it"
             )
         weights = [path for path in Path(folder).iterdir() if path != file]
-        for path in (*weights, file):  # the file is there only after its weights
+        # Rename the file last: where it exists, its weights exist too.
+        for path in (*weights, file):
             fsync(path)
             give_name(path, output.with_name(path.name))
     runtime = f"torch {torch.__version__}"
@@ -344,7 +352,7 @@ def work(options) -> None:
     refuse_output("--output", f"{output}.data")
     if form == "onnx":
         for name in PACKAGES:
-            import_module(name)  # a missing one is said before the work
+            import_module(name)  # a missing package fails before the work
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: expected 1 or more")
     opened = open_source(options.source, options.checkpoint)

@@ -1,4 +1,4 @@
-"""The files of figures, and figures of lines."""
+"""Draw figures of lines, and write a figure with its numbers."""
 
 import json
 import statistics
@@ -16,15 +16,15 @@ from matplotlib import pyplot as plt  # after the backend is chosen
 
 
 class Line(NamedTuple):
-    """A line of a figure: at each x the values of its runs."""
+    """A line of a figure, with one value per run at each x."""
 
     name: str
-    values: dict[float, list[float]]
-    colour: Any = None  # None: the next one
+    values: dict[float, list[float]]  # x -> the values of the runs
+    colour: Any = None  # None: the next colour of matplotlib's cycle
     dotted: bool = False
 
     def numbers(self) -> dict:
-        """Return the line for JSON; std is None for a single value."""
+        """Return what the JSON says of the line; std is None where x has a single value."""
         values_of_runs = list(self.values.values())
         deviations = [
             statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs
@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
-    """Make lines of (name, x, value) in any order, all with `look`."""
+    """Make one line per name from points (name, x, value) in any order; `look` are further fields of every `Line`."""
     by_name: dict[str, dict[float, list[float]]] = {}
     for name, x, value in points:
         by_name.setdefault(name, {}).setdefault(x, []).append(value)
@@ -57,14 +57,15 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
         (drawn,) = axes.plot(
             numbers["x"], numbers["mean"], color=line.colour, label=line.name, **look
         )
-        if any(numbers["std"]) and not line.dotted:  # bands of training losses hide the rest
+        # No band around a dotted line: training losses vary so much that their bands would hide the other lines.
+        if any(numbers["std"]) and not line.dotted:
             deviations = [deviation or 0 for deviation in numbers["std"]]
             low = [mean - deviation for mean, deviation in zip(numbers["mean"], deviations)]
             high = [mean + deviation for mean, deviation in zip(numbers["mean"], deviations)]
             band = dict(color=drawn.get_color(), alpha=0.15, linewidth=0)
             axes.fill_between(numbers["x"], low, high, **band)
     axes.set_xlabel(x)
-    if axes.get_xlim()[1] >= 10_000:  # steps, tokens
+    if axes.get_xlim()[1] >= 10_000:  # such as steps or tokens: write 20k for 20000
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
@@ -73,7 +74,7 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
 
 
 def add_legend(figure, axes) -> None:
-    """Draw the legend inside, or below if it would hide lines: the figure grows."""
+    """Draw the legend inside the axes, or below them, with a taller figure, if it would hide lines."""
     handles, names = axes.get_legend_handles_labels()
     longest = max(map(len, names))
     if longest <= 44 and len(names) <= 12:

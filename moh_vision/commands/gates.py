@@ -47,7 +47,7 @@ def figure(options) -> Drawn:
             seed = run.config.get("seed")
             if gates["layers"]:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
-            del gates["columns"]
+            del gates["columns"]  # for `gate_text` alone
             scores = {
                 key: value
                 for key, value in run.scores.items()
@@ -64,7 +64,7 @@ def figure(options) -> Drawn:
 
 
 def read_split(run: ScoredRun, split: str) -> dict:
-    """Read the gates of the weights that a run's scores are of, see `read_gates`."""
+    """Read the gates of a run's scored weights on a split of its data, see `read_gates`."""
     given = ["--mixed_precision", "no"]
     opened = open_run(run.folder, options=given, command="gates", saved=run.saved)
     text = opened.text()
@@ -78,7 +78,7 @@ def read_split(run: ScoredRun, split: str) -> dict:
 def entropy_table(
     groups: Sequence[tuple[str, list[ScoredRun]]], records: dict[Path, dict]
 ) -> Table:
-    """Make a table of entropies, and BLEU with one expert in each encoder attention."""
+    """Make a table of gate entropies, with BLEU when each attention of the encoder runs only one expert."""
     rows: list[dict[str, str]] = []
     notes = [
         "Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."
@@ -117,16 +117,17 @@ def entropy_table(
         deviations = [record.get("bleu_random_std") for record in of_group]
         row["random expert, std of draws"] = mean_and_spread(deviations, 2)
         rows.append(row)
+    # `order` comes first, then the further columns, which all rows have; empty columns are left out.
     titles = [
         title
-        for title in dict.fromkeys([*order, *row])
+        for title in dict.fromkeys([*order, *rows[-1]])
         if any(row.get(title, "-") != "-" for row in rows)
     ]
     return Table(titles, [[row.get(title, "-") for title in titles] for row in rows], notes)
 
 
 def draw_gate_entropy(numbers: dict):
-    """Draw the entropies in this command's JSON over the layers, a line per model."""
+    """Draw the gate entropies in the numbers of this command over the layers, a line per model."""
     layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
     names = list(dict.fromkeys(layer["name"] for _, layer in layers))
     lines = lines_of(

@@ -23,9 +23,9 @@ from moh_vision.commands.figures import Line, draw_lines, plt
 from moh_vision.common.errors import closest, nearest
 from moh_vision.models.head_load import FILE, HeadLoad
 
-SHOWN = 3  # groups of bars, unless they are named
-NAME = 0.15  # inches for a head's number or a group's name
-ALWAYS = "0.75"  # colour of heads that every token runs
+SHOWN = 3  # panels of bars, unless --groups names groups
+NAME = 0.15  # inches that a head's number or a group's name takes
+ALWAYS = "0.75"  # grey, for heads that every token runs
 
 
 def options(add) -> None:
@@ -88,25 +88,25 @@ def draw(
     Args:
         load: the counts.
         form: "map", "bars" or "curves".
-        by: what tells the groups apart, such as "class"; None: the first of the file.
-        names: the groups that are drawn; None: all, for bars the most different ones.
-        layer: the only layer that is drawn; None: all, for bars the last that leaves heads out.
+        by: what the groups are, such as "class"; None: the first grouping in the file.
+        names: the groups to draw; None: all, and for bars the most different ones.
+        layer: the only layer to draw; None: all layers, and for bars the last one that leaves heads out.
     """
     by = by or next(iter(load.groups))
     if by not in load.groups:
         raise ValueError(f"--by {by}: {closest(by, load.groups)}")
     if layer is not None and not 0 <= layer < len(load.layers):
         raise ValueError(f"--layer {layer}: expected 0 to {len(load.layers) - 1}")
-    every = load.groups[by]
+    known = load.groups[by]
     for name in names or ():
-        if name not in every:
-            such = ", ".join(nearest(name, every) or every[:5])
+        if name not in known:
+            examples = ", ".join(nearest(name, known) or known[:5])
             raise ValueError(
-                f"--groups {name}: no {by} has this name; there are {len(every)}, such as {such}"
+                f"--groups {name}: no {by} has this name; there are {len(known)}, such as {examples}"
             )
-    groups = list(range(len(every)))
+    groups = list(range(len(known)))
     if names:
-        groups = [every.index(name) for name in names]
+        groups = [known.index(name) for name in names]
     if form == "bars":
         if layer is None:
             layer = [len(load.layers) - 1, *load.choosing()][-1]
@@ -124,17 +124,18 @@ def draw(
 def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
     """Draw a column per head and a row per group; grey: heads that every token runs.
 
-    At most 2,600 x 2,080 pixels: if the head numbers do not fit, shared heads are left out; if the
-    group names do not, similar groups are put side by side (Ward's clustering), except timesteps.
+    The figure has at most 2,600 x 2,080 pixels. If the head numbers do not fit, shared heads are left out. If the group
+    names do not fit, only some are written, and similar groups are sorted next to each other (Ward's clustering);
+    timesteps keep their order.
     """
     choosing = [layer for layer in layers if layer in load.choosing()]
     numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= 20 - 2.2
-    first = [0] * len(layers)  # the first head that is drawn of each layer
+    first = [0] * len(layers)  # of each layer, the first head that is drawn
     if choosing and not numbered:
         layers = choosing
         first = [load.layers[layer]["shared"] for layer in layers]
-    every = load.share(by)
-    shares = [every[layer][groups, start:] for layer, start in zip(layers, first)]
+    share_of_layer = load.share(by)
+    shares = [share_of_layer[layer][groups, start:] for layer, start in zip(layers, first)]
     height = min(max(2.8, 1.5 + 0.24 * len(groups)), 16.0)  # inches
     nth = math.ceil(NAME * len(groups) / (height - 1.3))
     label = by
@@ -145,7 +146,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         label = f"{by} (similar ones side by side, 1 of {nth} is named)"
 
     cells = []
-    heads = []  # labels, if they fit
+    heads = []  # labels of the columns, used if they fit
     shown = []
     for layer, start, share in zip(layers, first, shares):
         budget = load.layers[layer]
@@ -155,14 +156,14 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         always = budget["shared"] if layer in choosing else budget["heads"]
         gap = [(0, 0), (0, 1)]  # an empty column behind each layer
         cell = np.pad(share.numpy(), gap, constant_values=np.nan)
-        cell[:, : always - start] = -1  # below the scale
+        cell[:, : always - start] = -1  # below the colour scale: drawn in ALWAYS
         cells.append(cell)
     grid = np.hstack(cells)[:, :-1]
     titles = short_names([budget["name"] for budget in shown], layers)
     wordy = max(map(len, titles)) > 3
     width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
-    # White are the gaps, grey the heads that every token runs.
+    # Gaps are white, heads that every token runs are grey.
     colours = plt.get_cmap("viridis").with_extremes(bad="white", under=ALWAYS)
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
@@ -190,7 +191,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
 
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:
-    """Draw a panel per group: who ran each head of a layer (Jin 2024, figures 3, A and B)."""
+    """Draw a panel per group: the share of its tokens that ran each head of a layer (Jin 2024, figures 3, A and B)."""
     budget = load.layers[layer]
     heads = budget["heads"]
     shared = budget["shared"]
@@ -259,8 +260,16 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:
-    """Choose groups that differ most: farthest from the mean, then from all chosen."""
-    counted = tokens.nonzero().flatten()  # groups without a token have no share
+    """Return the indices of `count` groups that differ most, sorted.
+
+    The first one chosen is the farthest from the mean; each further one is the farthest from all that are chosen.
+
+    Args:
+        share: [groups, H], share of a group's tokens that ran each head.
+        tokens: [groups], how many tokens were counted.
+        count: how many groups are chosen.
+    """
+    counted = tokens.nonzero().flatten()  # a group without tokens has no share
     share = share[counted]
     chosen = []
     centres = share.mean(0, keepdim=True)
@@ -273,7 +282,7 @@ def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[in
 
 
 def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the layers' numbers, or the differing parts of names if they say more."""
+    """Return short names of layers: their numbers, or the parts that differ if names differ in more than a number."""
     if len({re.sub(r"\d+", "", name) for name in names}) == 1:
         return [str(number) for number in numbers]
     parts = [name.split(".") for name in names]
@@ -291,7 +300,7 @@ def shortened(name: str, most: int = 24) -> str:
 
 
 def title_of(load: HeadLoad, width: float, more: str = "") -> str:
-    """Say what was counted, wrapped for a figure of this width in inches."""
+    """Return a title that says what was counted, wrapped for a figure of `width` inches."""
     active = sum(layer["shared"] + layer["routed"] for layer in load.layers)
     share = 100 * active / sum(layer["heads"] for layer in load.layers)
     texts = [load.of.get("run"), f"{share:.3g} % of the heads"]
@@ -299,7 +308,7 @@ def title_of(load: HeadLoad, width: float, more: str = "") -> str:
     texts.append(more)
     title = ", ".join(str(text) for text in texts if text)
     title = textwrap.fill(title, int(11 * width), break_on_hyphens=False)
-    return title.replace("$", r"\$")  # no formulas
+    return title.replace("$", r"\$")  # "$" would start a formula
 
 
 def rounded(values: Tensor, digits: int) -> list:

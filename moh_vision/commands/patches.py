@@ -28,19 +28,22 @@ from moh_vision.models.transnext import TransNeXt, stage_sizes
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
-MOST_COLUMNS = 9  # cells side by side
-CELL = 1.25  # inches
-UNIT = (0, 1, 0, 1)  # extent of images and maps of any resolution
+MOST_COLUMNS = 9  # most maps in a row
+CELL = 1.25  # side of a map in inches
+UNIT = (0, 1, 0, 1)  # one extent for the image and the maps, which have different resolutions
 
 
 def as_seen(image: Tensor, cfg: dict) -> np.ndarray:
-    """Undo the normalisation of an image [C, h, w]: [h, w, 3] from 0 to 1, for display."""
+    """Undo the normalisation of an image [C, h, w]; return [h, w, 3] with values from 0 to 1, for display."""
     mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
     return (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
 def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
-    """Return what a classifier takes an image for, and a title; the folder's name may be the true class."""
+    """Return the predicted class of an image with its circumstances, and a title.
+
+    If the folder of the image has the name of a class, that is taken for the true class.
+    """
     model = opened.model
     metadata = opened.metadata
     names = class_names(metadata["classes"], model.num_classes)
@@ -65,20 +68,23 @@ def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
     title += f"predicted class {shortened(numbers['predicted'])} ({100 * probability:.1f} %)"
     if numbers["true"] is not None:
         title += f", true class {shortened(numbers['true'])}"
-    return numbers, title.replace("$", r"\$")  # no formulas
+    return numbers, title.replace("$", r"\$")  # "$" would start a formula
 
 
 class PatchHeads(NamedTuple):
     """The heads of one layer over an image's patches."""
 
-    name: str  # of the layer
-    shared: int  # the first heads, run by every patch
-    active: Tensor  # [H, rows, columns] bool
-    gates: Tensor  # [H, rows, columns] weights; 0 where the head does not run
+    name: str  # the layer's name
+    shared: int  # number of shared heads, which come first
+    active: Tensor  # [H, rows, columns] bool, whether the head runs
+    gates: Tensor  # [H, rows, columns] float, 0 where the head does not run
 
 
 def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int, int, int]:
-    """Return a layer's number of class and register tokens, and its rows and columns of patches."""
+    """Return how many class and register tokens a layer has, and its rows and columns of patches.
+
+    size: height and width of the image.
+    """
     if isinstance(model, TransNeXt):
         return (0, *stage_sizes(size)[int(layer.split(".")[1])])
     return (model.num_prefix_tokens, *model.patch_embed.dynamic_feat_size(size))
@@ -97,20 +103,26 @@ def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
 
 
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
-    """Draw the image and one map per head for each (number, heads) of a layer."""
-    cells = [len(heads.active) + 1 for _, heads in layers]  # the image is one
+    """Draw a panel per layer, with the image and one map per head.
+
+    Args:
+        layers: (number, heads) of each layer.
+        seen: the image, see `as_seen`.
+        title: title of the figure.
+    """
+    cells = [len(heads.active) + 1 for _, heads in layers]  # the heads and the image
     rows = [math.ceil(count / MOST_COLUMNS) for count in cells]
-    columns = [math.ceil(count / lines) for count, lines in zip(cells, rows)]
-    heights = [0.45 + (CELL + 0.2) * lines for lines in rows]
+    columns = [math.ceil(count / row_count) for count, row_count in zip(cells, rows)]
+    heights = [0.45 + (CELL + 0.2) * row_count for row_count in rows]
     size = (max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45)
     figure = plt.figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
     panels = figure.subfigures(len(layers), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for panel, (number, heads), *grid in zip(panels, layers, rows, columns):
+    for panel, (number, heads), row_count, column_count in zip(panels, layers, rows, columns):
         run = f"{heads.active.sum(0).float().mean():g} of {len(heads.active)} heads run for each patch"
         panel.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
-        first, *maps = panel.subplots(*grid, squeeze=False).flat
+        first, *maps = panel.subplots(row_count, column_count, squeeze=False).flat
         for cell in (first, *maps):
             cell.set_axis_off()
         first.imshow(seen, extent=UNIT)
@@ -131,15 +143,18 @@ def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray,
     return figure
 
 
-def chosen_layers(layers: Sequence[int] | None, every: Sequence[PatchHeads]) -> list[int]:
-    """Return --layer, or else a middle and the last of the layers that leave heads out, if any."""
+def chosen_layers(layers: Sequence[int] | None, all_layers: Sequence[PatchHeads]) -> list[int]:
+    """Return the layers to draw: those of --layer, or a middle one and the last of the layers that leave heads out.
+
+    If no layer leaves heads out, all layers are candidates.
+    """
     for number in layers or ():
-        if not 0 <= number < len(every):
-            raise ValueError(f"--layer {number}: expected 0 to {len(every) - 1}")
+        if not 0 <= number < len(all_layers):
+            raise ValueError(f"--layer {number}: expected 0 to {len(all_layers) - 1}")
     if layers:
         return list(layers)
-    choosing = [number for number, heads in enumerate(every) if not heads.active.all()]
-    choosing = choosing or range(len(every))
+    choosing = [number for number, heads in enumerate(all_layers) if not heads.active.all()]
+    choosing = choosing or range(len(all_layers))
     middle = choosing[(len(choosing) - 1) // 2]
     return sorted({middle, choosing[-1]})
 
@@ -171,12 +186,12 @@ def figure(options) -> Drawn:
     cfg = opened.model.pretrained_cfg
     image = validation_transform(cfg)(picture)  # [C, h, w]
     numbers, title = classified(opened, image, options.image)
-    every = patch_heads(opened.model, image)
-    if all((heads.gates == 1).all() for heads in every):
+    all_layers = patch_heads(opened.model, image)
+    if all((heads.gates == 1).all() for heads in all_layers):
         raise ValueError(
             f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw"
         )
-    layers = [(number, every[number]) for number in chosen_layers(options.layer, every)]
+    layers = [(number, all_layers[number]) for number in chosen_layers(options.layer, all_layers)]
     numbers["layers"] = [
         dict(
             layer=number,
@@ -187,5 +202,5 @@ def figure(options) -> Drawn:
         )
         for number, heads in layers
     ]
-    text = f": heads of {len(layers)} of {len(every)} layers, weights of {numbers['weights']}"
+    text = f": heads of {len(layers)} of {len(all_layers)} layers, weights of {numbers['weights']}"
     return Drawn(draw_patch_heads(layers, as_seen(image, cfg), title), numbers, text)

@@ -26,12 +26,12 @@ from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
 ENDINGS = (".json",)
-IDLE = ("data.root", "data.max_bad_fraction")  # of validation, unused here
-Likeliest = list[tuple[int, float]]  # classes and their probabilities
+IDLE = ("data.root", "data.max_bad_fraction")  # keys of validate.py that have no effect here
+Likeliest = list[tuple[int, float]]  # (class, probability), the likeliest first
 
 
 class Files(ImageFolder):
-    """Images of any folders; the label of a sample is its number."""
+    """Image files from anywhere; the label of a sample is its index in `files`."""
 
     def __init__(self, files: Sequence[str]):
         self.files = files
@@ -42,7 +42,7 @@ class Files(ImageFolder):
 
 
 class NamedBadSamples(BadSamples):
-    """Names unreadable images on stderr, and never stops."""
+    """Name unreadable images on stderr, and go on however many there are."""
 
     def check(self, bad: list[tuple[int, str]]) -> None:
         for _, message in bad:
@@ -51,7 +51,7 @@ class NamedBadSamples(BadSamples):
 
 
 def image_files(paths: Sequence[str]) -> list[str]:
-    """Return the files in `paths`; of folders the images at any depth, sorted."""
+    """Return the files in `paths`, and in place of a folder all images below it, sorted."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -71,7 +71,10 @@ def image_files(paths: Sequence[str]) -> list[str]:
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
-    """Name a classifier's classes, with words for ImageNet's synsets; 1,000 unnamed ones are ImageNet's."""
+    """Return the names of a classifier's `count` classes, with words in place of ImageNet's synsets.
+
+    If the classifier does not name its classes, 1,000 classes are taken for ImageNet's.
+    """
     if classes is None:
         classes = unnamed_classes(count)
     if len(classes) != count:
@@ -84,7 +87,7 @@ def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
 def predict(
     model: torch.nn.Module, batches, accelerator, most: int = 5
 ) -> Iterator[tuple[int, Likeliest]]:
-    """Yield each image's number (its label) and its `most` likeliest classes."""
+    """Yield the label of each image, which is its index, and its `most` likeliest classes."""
     for batch in batches:
         with accelerator.autocast():
             logits = model(batch["images"].to(accelerator.device))  # [B, classes]
@@ -131,7 +134,7 @@ def work(options) -> None:
     slices = rank_slice(len(files), 0, 1, opened.config.data.eval_batch_size)
     transform = validation_transform(model.pretrained_cfg)
     images = LabelledImages(Files(files), transform, seed=0, replace=False)
-    workers = 0  # none is worth its start for one batch
+    workers = 0  # for a single batch it does not pay to start worker processes
     if len(slices) > 1:
         workers = opened.config.data.workers
     batches = evaluation_loader(images, slices, workers, unreadable)
@@ -141,6 +144,7 @@ def work(options) -> None:
         predictions.append(dict(image=files[number], classes=classes))
         shown = " | ".join(f"{100 * probability:.2f} % {name}" for name, probability in classes)
         is_read = say(f"{files[number]}: {shown}")
+        # Stop where nobody reads stdout any more, as behind `| head`, and no file is to be written.
         if not is_read and not options.output:
             return
     if options.output:

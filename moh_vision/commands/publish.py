@@ -43,13 +43,13 @@ from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
 
-# Per task of text: the hub's task, special tokens around a text, the transformers class.
+# By task of text: the hub's name of the task, the template of special tokens around a text, the transformers class.
 TASKS = {
     TEXT["mt"]: ("translation", "$A </s>", "AutoModelForSeq2SeqLM"),
     TEXT["mlm"]: ("fill-mask", "<s> $A </s>", "AutoModelForMaskedLM"),
     TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
 }
-# ViT arguments that timm's lack, and a dense one does not need.
+# Arguments of our ViTs that timm's ViTs do not have; a dense ViT does not need them.
 ROUTING = (
     "base",
     "router",
@@ -68,16 +68,19 @@ OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "t
 
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
-    """Find the weights that `path` means; for a finished run, the ones its results are of."""
-    whole = path.is_dir() and step_of(path) is None
-    # The samples of diffusion models are scored by other commands.
-    if whole and run.wing != "diffusion" and scored_weights(run.folder) is None:
+    """Find the file of weights that `path` means: a run, its checkpoint, or a file.
+
+    For a run that has ended these are the weights that its results are of.
+    """
+    is_run = path.is_dir() and step_of(path) is None
+    # A diffusion run has no results.json: sample.py scores its samples.
+    if is_run and run.wing != "diffusion" and scored_weights(run.folder) is None:
         say(f"{path}: the run has no results yet; its last weights are taken")
     return weights_file(str(path))
 
 
 def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
-    """Read the scores of the weights with this metadata; None without scores."""
+    """Return the run with the scores of the weights that have this metadata, or None if nothing scored these weights."""
     file = Path(metadata["weights"])
     if "best_top1" in metadata:
         scores = {"top1": number_at(metadata, ("best_top1",), file)}
@@ -90,7 +93,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     in_run = file.parent.resolve() == run.folder.resolve()
     drawn = run.json("scores.json") if run.wing == "diffusion" else {}
     results = {} if drawn else run.json("results.json")
-    same_weights = False  # whether the scores are of these weights, and not of others of the run
+    same_weights = False  # whether the scores are of these weights, not of others of the run
     signatures = ""
     if drawn:
         from moh_vision.diffusion.scores import record_text
@@ -99,7 +102,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
         signatures = record_text({key: drawn.get(key) for key in ("protocol", "versions")})
     elif results:
         step = results.get("step")
-        if file.stem == "best":  # with patience the run ends later
+        if file.stem == "best":  # "step" is the run's last one, which may come after its best one
             step = results.get("best_step")
         same_name = Path(str(results.get("weights"))).stem == file.stem
         same_weights = in_run and same_name and metadata.get("step", step) == step
@@ -108,7 +111,8 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     elif in_run:
         same_name = file.name == weights_file(str(run.folder)).name
         same_weights = same_name and metadata.get("step") == scored.steps
-    of_suites = in_run and file.stem == "model"  # the command for suites reads this file
+    # The command `lm`, which scores suites, reads model.safetensors.
+    of_suites = in_run and file.stem == "model"
     kept = {}
     for key, value in scored.scores.items():
         applies = same_weights if key in COLUMNS else of_suites
@@ -121,12 +125,12 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     )
 
 
-# Each `save_` function saves a folder, and returns for the card the library, the hub's task, the model's name and
-# what the example needs.
+# Each `save_` function saves a folder and returns values for the card: the library, the hub's task, the model's name and
+# what the card's example needs.
 
 
 def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
-    """Save timm's folder, with the preprocessing of the run's validation."""
+    """Save a folder that timm loads, with the preprocessing of the run's validation."""
     model = opened.model
     arguments = dict(opened.metadata["arguments"])
     cfg = {**model.pretrained_cfg, **dict.fromkeys(OF_SOURCE), "license": license_of_weights(run)}
@@ -134,7 +138,8 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
     words = ImageNetInfo().label_descriptions(as_dict=True)
     descriptions = {name: words[name] for name in names if name in words}
     labels = dict(label_names=names, label_descriptions=descriptions)
-    # The tag after the point names weights; for a local folder timm records a wrong one.
+    # The tag after the point names weights. Where they came from a local folder, timm records a wrong tag: drop a tag
+    # that the run did not ask for.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
     title = (arguments.get("base") or opened.metadata["architecture"]).partition(".")[0]
@@ -162,27 +167,30 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
-    """Make timm's model of this name from a dense one, with its arguments; None: timm has none."""
+    """Return timm's model of this name with the weights of a dense `model`, and its arguments.
+
+    Return None if the model routes heads, or timm has no model with these arguments and tensors.
+    """
     if arguments.get("router") != "dense" or not timm.is_model(name):
         return None
     theirs = {key: value for key, value in arguments.items() if key not in ROUTING}
     try:
         plain = timm.create_model(name, **theirs)
         plain.load_state_dict(model.state_dict())
-    except (TypeError, RuntimeError):  # arguments or tensors of ours, such as kv_heads
+    except (TypeError, RuntimeError):  # arguments or tensors that timm lacks, such as kv_heads
         return None
     return plain, theirs
 
 
 def license_of_weights(run: ScoredRun) -> str | None:
-    """Look up the license in timm's registry of the weights that a run started from."""
+    """Return the license of the weights that a run started from, if timm's registry has them."""
     source = str(run.config.get("model.pretrained") or run.config.get("init_from"))
     cfg = get_pretrained_cfg(source.removeprefix("hf-hub:timm/"), allow_unregistered=True)
     return cfg and cfg.license
 
 
 def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
-    """Save a diffusers pipeline with its VAE and the sampler of the scores."""
+    """Save a diffusers pipeline with its VAE, and with the sampler settings that the scores were made with."""
     from moh_vision.diffusion.config import SampleConfig
     from moh_vision.diffusion.loading import make_pipeline
 
@@ -219,7 +227,7 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
     with quiet():
         opened.model.save_pretrained(folder)
     options = dict(padding_side="right")
-    if run.task == TEXT["clm"]:  # generation continues after the last token: no padding there
+    if run.task == TEXT["clm"]:  # pad on the left: generation continues after the last token
         options = dict(padding_side="left")
     longest = getattr(opened.model.config, "max_position_embeddings", None)
     if longest is not None:
@@ -234,15 +242,16 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
 
 
 def named(opened: Opened) -> str:
-    """Return the name of an opened model, with the sizes that its run changed."""
+    """Return the name of an opened model, followed by the arguments that its run changed."""
     return full_name(opened.metadata["architecture"], opened.metadata.get("arguments") or {})
 
 
 def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
-    """Save a run's tokenizer for AutoTokenizer, with the training's special tokens; False: no file.
+    """Save a run's tokenizer for AutoTokenizer, with the special tokens of training; return False if `file` is missing.
 
-    `options` are of transformers' class, for our own tokenizers; a foreign one keeps what its folder said.
-    Decoded texts, as for BLEU, drop the blank that byte-level BPE puts before the first word.
+    `options` are arguments of transformers' class. Only our own tokenizers take them: a foreign tokenizer keeps the
+    options in its folder. Decoded texts drop the space that byte-level BPE puts before the first word, as texts for
+    BLEU do.
     """
     from tokenizers.decoders import Sequence, Strip
     from tokenizers.processors import TemplateProcessing
@@ -287,12 +296,12 @@ def make_card(
     """Make the README.md of a repository, without absolute paths.
 
     Args:
-        run: the run as it was found.
-        opened: its model.
+        run: what `find_run` returned.
+        opened: the run's model.
         saved: what a `save_` function returned.
         scored: the run with the scores of these weights, if there are any.
-        name: of the repository, or of the folder.
-        license: of the weights; None: that of the weights that the run started from.
+        name: name of the repository, or of the folder.
+        license: license of the weights; None: the license of the weights that the run started from.
     """
     model = opened.model
     metadata = opened.metadata
@@ -302,7 +311,7 @@ def make_card(
         shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scored.scores.items()]
     if scored and Path(metadata["weights"]) == scored_weights(run.folder):
         by_share = at_shares([scored])
-        for share in list(by_share)[:-1]:  # the last one has the scores above
+        for share in list(by_share)[:-1]:  # the scores at the last share are listed already
             (run_at_share,) = by_share[share]
             for key, value in run_at_share.scores.items():
                 if value is not None:
@@ -336,13 +345,16 @@ def make_card(
 
 
 def elastic_range(run: ScoredRun) -> str:
-    """Say at which shares of heads a run with an elastic budget was trained; "" for another run."""
+    """Return the range of shares that a run with an elastic budget was trained at, as text; "" for another run."""
     ends = run.config.get("budget_range") or ()
     return " to ".join(map(str, ends))
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:
-    """Name the hub's data sets for the card; a local folder of that name is another set."""
+    """Return the names of the hub's data sets that a run used, for the card, or None if it used none.
+
+    A local folder is left out: the hub may have another data set of its name.
+    """
     roots = [source["root"] for source in run.config.get("data.mixture") or ()]
     if not roots:
         roots = [run.config.get("data.root")]
@@ -355,7 +367,7 @@ def datasets_of(run: ScoredRun) -> list[str] | None:
 
 
 def data_of(run: ScoredRun) -> str:
-    """Say in a sentence what the training data was."""
+    """Return a sentence on the training data."""
     text = f"`{run.config.get('data.root')}`"
     if run.wing == "text":
         mixture = run.config.get("data.mixture")
@@ -382,12 +394,12 @@ def data_of(run: ScoredRun) -> str:
 
 
 def without_paths(text: str) -> str:
-    """Shorten absolute paths to their last part: they tell names of users and folders."""
+    """Shorten absolute paths to their last part, because they show names of users and folders."""
     return re.sub(r"(?<![\w.:/<~-])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 
 def check_repo(repo: str) -> None:
-    """Refuse what the hub does not take as OWNER/NAME of a repository."""
+    """Raise ValueError unless `repo` is OWNER/NAME, and a name that the hub accepts."""
     if repo.count("/") != 1:
         raise ValueError(f"--repo {repo}: expected OWNER/NAME")
     try:
@@ -418,7 +430,7 @@ def work(options) -> None:
     with as_written(f"{run.folder}: its scores are"):
         scored = scores_of(run, opened.metadata)
     save = SAVE[opened.kind]
-    # The folder gets its name when all of it is written.
+    # Write a hidden folder beside the final one and rename it at the end: no half-written folder has the final name.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         hidden = Path(temporary, folder.name)
         hidden.mkdir()
@@ -426,7 +438,7 @@ def work(options) -> None:
         card = make_card(run, opened, saved, scored, repo or folder.name, options.license)
         card.save(hidden / "README.md")
         for weights in hidden.rglob("*.safetensors"):
-            weights.chmod(0o644)  # safetensors makes them private
+            weights.chmod(0o644)  # safetensors makes its files readable by their owner alone
         give_name(hidden, folder)
     say(f"{folder}: for {saved['library']}, weights of {opened.metadata['weights']}")
     say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {shlex.quote(str(folder))} .")

@@ -43,11 +43,11 @@ from moh_vision.models.describe import describe, full_name
 from moh_vision.models.head_load import FILE, HeadLoad
 
 ENDINGS = (".html",)
-SENTENCES = 5  # shown with translations
-PAIRS = 20  # of classes, the most confused
-SAMPLES = 480  # pixels of a picture's side, at most
+SENTENCES = 5  # sentences whose translations are shown
+PAIRS = 20  # the most confused pairs of classes that are listed
+SAMPLES = 480  # largest side of a picture of samples, in pixels
 
-# Title -> keys of the value in a line of metrics.jsonl.
+# The figures of training: title -> path of keys to the value in a line of metrics.jsonl.
 PANELS = {
     "training loss": ("loss",),
     "validation loss": ("validation", "loss"),
@@ -57,19 +57,19 @@ PANELS = {
     "learning rate": ("lr",),
 }
 
-Named = dict[str, ScoredRun]
+Named = dict[str, ScoredRun]  # name on the page -> run
 
 
 class Section(NamedTuple):
-    """A part of the page; left out if its blocks are empty and nothing is missing."""
+    """A part of the page; report.html leaves it out if its blocks are empty and nothing is missing."""
 
     title: str
-    blocks: list[tuple[str, str, Any]]  # form (see report.html), name and content
-    missing: Sequence[str] = ()
+    blocks: list[tuple[str, str, Any]]  # (form, which report.html knows; name; content)
+    missing: Sequence[str] = ()  # lines on what makes a part that a run lacks
 
 
 def make_report(folders: Sequence[Path]) -> str:
-    """Make the page, as text."""
+    """Return the page about these runs as HTML."""
     runs = dict(zip(short_names(folders), map(find_run, folders)))
     parts = []
     with figures.svg_settings():
@@ -92,7 +92,7 @@ def make_report(folders: Sequence[Path]) -> str:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends that tell the paths apart."""
+    """Return the shortest ends of the paths that still differ."""
     paths = [folder.resolve() for folder in folders]
     for path, folder in zip(paths, folders):
         if paths.count(path) > 1:
@@ -120,7 +120,11 @@ def sections(task: str, runs: Named) -> Iterator[Section]:
 
 
 def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
-    """Return (names of runs equal but for the seed, layers' heads, text), and missing weights."""
+    """Describe the models of runs; runs that differ only in the seed have one description.
+
+    Returns:
+        A list of (names of the runs, heads of each layer, description), and a line for each run without weights.
+    """
     alike: dict[str, Named] = {}
     for name, run in runs.items():
         alike.setdefault(run.identity(), {})[name] = run
@@ -140,7 +144,7 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
 
 
 def scores(runs: Named) -> Section:
-    """Print the runs as the command table does."""
+    """Make the table that the command `table` prints."""
     scored = []
     unscored = []
     for run in runs.values():
@@ -155,7 +159,7 @@ def scores(runs: Named) -> Section:
 
 
 def training(runs: Named) -> Section:
-    """Draw what metrics.jsonl has over steps, a figure for each of PANELS."""
+    """Draw the values in metrics.jsonl over steps, one figure for each of PANELS."""
     palette = matplotlib.colormaps["tab10" if len(runs) <= 10 else "tab20"].colors
     colours = {
         name: matplotlib.colors.to_hex(colour)
@@ -167,7 +171,7 @@ def training(runs: Named) -> Section:
         for entry in read_lines(file):
             for title, keys in PANELS.items():
                 value = number_at(entry, keys, file)
-                if value is not None:  # not there, or not finite
+                if value is not None:  # a missing or non-finite value is None
                     steps, values = panels[title].setdefault(name, ([], []))
                     steps.append(number_at(entry, ("step",), file) or 0)
                     values.append(value)
@@ -193,7 +197,8 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             dense += names
     for name, run in runs.items():
         file = run.folder / FILE
-        every_head_runs = name in dense or (run.folder / "gates.json").is_file()  # dense, or MAE
+        # Nothing is to be counted in a dense model, nor in one of MAE, whose runs have gates.json.
+        every_head_runs = name in dense or (run.folder / "gates.json").is_file()
         if file.is_file():
             load = HeadLoad.read(file)
             if load.choosing():
@@ -211,7 +216,7 @@ def samples(runs: Named) -> Section:
     blocks = []
     missing = []
     for name, run in runs.items():
-        previews = []  # of (step, file)
+        previews = []  # (step, file)
         for file in run.folder.glob("previews/step_*.png"):
             step = file.stem.removeprefix("step_")
             if step.isdecimal():
@@ -260,13 +265,14 @@ def confusions(runs: Named) -> Section:
 
 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
-    """Read classes, and [n, 3] of class, predicted class and images."""
+    """Read confusion.json: the names of classes, and counts [n, 3] of (class, predicted class, number of images)."""
     tree = read_json(file)
     classes = tree.get("classes")
     try:
         counts = np.array(tree.get("counts"), dtype=np.int64).reshape(-1, 3)
-        fits = isinstance(classes, list)
-        fits = fits and counts[:, :2].max() < len(classes) and counts.min() >= 0
+        fits = (
+            isinstance(classes, list) and counts[:, :2].max() < len(classes) and counts.min() >= 0
+        )
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
@@ -279,12 +285,12 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
 def translations(runs: Named) -> Section:
     """Show a few sentences, each with its reference and the translations of all runs."""
     files, missing = having(runs, "translations.txt", "a run writes it at its end")
-    alike: dict[tuple, dict[str, list[str]]] = {}  # of the same text
+    alike: dict[tuple, dict[str, list[str]]] = {}  # text -> run -> the run's translations of it
     for name, file in files.items():
         config = runs[name].config
         results = runs[name].json("results.json")
         left_out = results.get("left_out")
-        # Lines are those of the files only if it is known that none was left out.
+        # Line i of the translations belongs to line i of the data only if no pair was left out, as far as is recorded.
         whole = bool(left_out) and not any(left_out.values())
         text = [config.get(f"data.{key}") for key in ("root", "source", "target")]
         lines = text_of(file).split("\n")[:-1]
@@ -298,7 +304,7 @@ def translations(runs: Named) -> Section:
         numbers = {i * count // SENTENCES for i in range(SENTENCES)} if count else ()
         for number in sorted(numbers):
             rows = [(name, lines[number]) for name, lines in translated.items()]
-            if len(pairs) == count:  # else the text has changed since
+            if len(pairs) == count:  # the data set has not changed since
                 original, reference = pairs[number]
                 rows.insert(0, (f"{source} (source)", original))
                 rows.insert(1, (f"{target} (reference)", reference))
@@ -307,7 +313,7 @@ def translations(runs: Named) -> Section:
 
 
 def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[str, str]]:
-    """Read the sentence pairs of a split; empty if they are no longer on this machine."""
+    """Read the sentence pairs of a split; return an empty list if this machine no longer has them."""
     try:
         if not Path(root).is_dir():
             return []
@@ -317,7 +323,7 @@ def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[st
 
 
 def environment(runs: Named) -> Section:
-    """Say how runs were started, and show their configurations."""
+    """Make the section on how runs were started, with their configurations."""
     starts, missing = starts_of(runs)
     blocks = [("starts", "", starts)]
     for name, run in runs.items():

@@ -1,4 +1,4 @@
-"""Figures of a report: curves, head budgets and confusion matrices as SVG, pictures as data URIs."""
+"""Draw the figures of a report: curves, head budgets and confusion matrices as SVG; embed pictures as data URIs."""
 
 import base64
 import io
@@ -18,15 +18,15 @@ from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import short_names, shortened
 from moh_vision.common.errors import reason_of
 
-Curve = tuple[Sequence[int], Sequence[float]]  # steps, values
-POINTS = 400  # of a curve
-MOST_CLASSES = 30  # of a drawn confusion matrix
-MOST_BYTES = 150_000  # of a picture that is not compressed anew
-_numbers = itertools.count()  # of figures in a page
+Curve = tuple[Sequence[int], Sequence[float]]  # (steps, values)
+POINTS = 400  # most points of a curve
+MOST_CLASSES = 30  # a confusion matrix of more classes is not drawn
+MOST_BYTES = 150_000  # a larger picture is compressed again, as JPEG
+_numbers = itertools.count()  # numbers the figures of a page
 
 
 class Picture(NamedTuple):
-    """A picture inside a page."""
+    """An element of the page that shows a picture."""
 
     markup: Markup
     width: int  # CSS pixels
@@ -36,19 +36,19 @@ class Picture(NamedTuple):
 def draw_curves(
     title: str, curves: dict[str, Curve], colours: dict[str, str], log: bool = False
 ) -> Picture:
-    """Draw values over steps, a line per run; long runs as means in 400 points.
+    """Draw values over steps, a line per run; a long run is averaged to POINTS points.
 
-    log: use a logarithmic axis if values span more than a factor of 10.
+    log: use a logarithmic axis if the values are positive and span more than a factor of 10.
     """
     figure, axes = plt.subplots(figsize=(3.25, 2.3), layout="constrained")
-    every = [value for _, values in curves.values() for value in values]
+    all_values = [value for _, values in curves.values() for value in values]
     for name, (steps, values) in curves.items():
         parts = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
         ends = [steps[indices[-1]] for indices in parts]
         means = [np.mean([values[index] for index in indices]) for indices in parts]
         marker = "o" if len(parts) <= 20 else ""
         axes.plot(ends, means, color=colours[name], linewidth=1.3, marker=marker, markersize=3)
-    if log and min(every) > 0 and max(every) > 10 * min(every):
+    if log and min(all_values) > 0 and max(all_values) > 10 * min(all_values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -62,7 +62,7 @@ def draw_curves(
 
 
 def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
-    """Draw each layer's heads in a `head_budget`: shared, routed and not run."""
+    """Draw how many heads of each layer are shared, routed and not run, for the "layers" of a `head_budget`."""
     names = short_names([layer["name"] for layer in layers], range(len(layers)))
     wordy = max(map(len, names)) > 3
     width = min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5)
@@ -121,7 +121,7 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 
 
 def inline_svg(figure, caption: str = "") -> Picture:
-    """Turn a figure drawn within `svg_settings` into a page element; close it."""
+    """Turn a figure that was drawn within `svg_settings` into an element of the page, and close the figure."""
     text = io.StringIO()
     none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(text, format="svg", metadata=none)
@@ -130,7 +130,7 @@ def inline_svg(figure, caption: str = "") -> Picture:
     number = next(_numbers)
 
     def with_number(tag: re.Match) -> str:
-        """Number an id: other figures of the page have the same names."""
+        """Put the figure's number before the ids in a tag, because matplotlib gives all figures of a page the same."""
         return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", tag[0])
 
     svg = re.sub("<[^<>]+>", with_number, text.getvalue())
@@ -138,12 +138,12 @@ def inline_svg(figure, caption: str = "") -> Picture:
 
 
 def svg_settings():
-    """Keep text in figures as text, whatever characters names have."""
+    """Return a context in which text in figures stays text, and `$` in a name starts no formula."""
     return matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False})
 
 
 def embed(file: Path, most: int, caption: str = "") -> Picture:
-    """Make a data URI of a picture file, at most `most` pixels a side."""
+    """Embed a picture file in the page as a data URI, with at most `most` pixels a side."""
     try:
         data = file.read_bytes()
         with Image.open(io.BytesIO(data)) as image:

@@ -20,14 +20,14 @@ from moh_vision.opening import open_run, wing_said
 
 
 class Column(NamedTuple):
-    """A number of a run, and of a row in paper_rows.yaml."""
+    """A column of scores, filled from the files of a run or a row of paper_rows.yaml."""
 
     title: str
-    digits: int = 2
-    keys: tuple[str, ...] = ()  # of the value in a file of scores; left out: the column's key
+    digits: int = 2  # decimals
+    keys: tuple[str, ...] = ()  # path to the value in a file of scores; empty: the column's own key
 
 
-COLUMNS = {  # in their order in a table
+COLUMNS = {  # in the order of a table
     "top1": Column("top-1, %"),
     "top5": Column("top-5, %"),
     "fid": Column("FID"),
@@ -56,9 +56,11 @@ COLUMNS = {  # in their order in a table
 }
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
-FEW = 10  # classes: with so few top-5 says little
-STARTED = ("device", "cores", "processes", "versions", "commit", "command")  # of environment.jsonl
-# Keys, or sections, that change neither weights nor scores. `score` is among them: a file of scores has its own settings.
+FEW = 10  # classes: with up to so many, top-5 says little
+# Keys of a line in environment.jsonl.
+STARTED = ("device", "cores", "processes", "versions", "commit", "command")
+# Keys or sections of a configuration that change neither weights nor scores. `score` is one of them because a file of
+# scores records the settings that it was made with.
 WITHOUT_EFFECT = (
     "output",
     "seed",
@@ -83,13 +85,13 @@ class ScoredRun(NamedTuple):
     wing: str  # a name in WINGS
     task: str  # the wing's name, or one of TEXT: runs of one task are in one table
     config: dict[str, Any]  # config.yaml with dotted keys
-    steps: int  # that were done
+    steps: int  # steps done
     scores: dict[str, float | None]  # by key of COLUMNS, or title of a suite's task
-    scored_on: str  # what the scores are of
-    sampling: dict[
-        str, Any
-    ] = {}  # how images were drawn; head_budget and mlp_budget if they differ from the run's; share: of an elastic budget
-    error: str = ""  # of this run's scores alone, for a note
+    scored_on: str  # the data and settings of the scores, in words
+    # How images were drawn. It has `head_budget` and `mlp_budget` only if they were drawn with others than the run's, and
+    # `share` for the scores at one share of an elastic budget.
+    sampling: dict[str, Any] = {}
+    error: str = ""  # the standard error of top-1, in words, for a note on a single run
     saved: SavedConfig | None = None  # config.yaml as it was read
 
     @property
@@ -97,7 +99,7 @@ class ScoredRun(NamedTuple):
         return self.config["model.name"]
 
     def settings(self, over: str | None = None) -> dict[str, Any]:
-        """Return the configuration without the seed, what has no effect, and the key `over`."""
+        """Return the configuration without the keys of WITHOUT_EFFECT, such as the seed, and without the key `over`."""
         left_out = (*WITHOUT_EFFECT, over)
         return {
             key: value
@@ -106,15 +108,19 @@ class ScoredRun(NamedTuple):
         }
 
     def identity(self, over: str | None = None) -> str:
-        """Return a text that is equal for runs to be averaged: only the seed differs, or with `over` that key and the steps, too."""
+        """Return a text that is equal for runs to be averaged.
+
+        Such runs differ only in the seed; with `over` they may also differ in that key and in the number of steps.
+        """
         compared = [self.settings(over), self.scored_on]
-        # Where patience ends a text run, the number of steps depends on the seed.
-        if not over and self.wing != "text":
+        # Text runs may differ in steps: where patience ends them, the number of steps depends on the seed.
+        steps_must_agree = not over and self.wing != "text"
+        if steps_must_agree:
             compared.append(self.steps)
         return json.dumps(compared, sort_keys=True, default=str)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the configuration says of the model's arguments."""
+        """Return the model's arguments by the configuration: the section `model`, with its `kwargs` merged in."""
         arguments = {
             key.removeprefix("model."): value
             for key, value in self.config.items()
@@ -123,16 +129,16 @@ class ScoredRun(NamedTuple):
         return {**arguments, **(arguments.get("kwargs") or {})}
 
     def json(self, name: str) -> dict:
-        """Read a JSON file in the folder; empty if it is not there."""
+        """Read a JSON file of the run's folder; return an empty dict if the file does not exist."""
         file = self.folder / name
         if not file.is_file():
             return {}
         return read_json(file)
 
     def forward(self) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Open the model on the meta device, with arguments of one forward.
+        """Open the model on the meta device; return the model, and the inputs and named arguments of one forward.
 
-        Raises FileNotFoundError without weights.
+        Raises FileNotFoundError if the run has no weights.
         """
         opened = open_run(self.folder, saved=self.saved)
         shares = {key: self.sampling.get(key) for key in ("head_budget", "mlp_budget")}
@@ -144,7 +150,7 @@ class ScoredRun(NamedTuple):
 
 
 class NoScores(ValueError):
-    """A run that has no scores yet; the message says what makes them."""
+    """Raised for a run that has no scores yet; the message says which command makes them."""
 
 
 def text_of(file: Path) -> str:
@@ -152,21 +158,24 @@ def text_of(file: Path) -> str:
 
 
 def read_json(file: Path, text: str | None = None) -> dict:
-    """Read keys and values of a JSON or YAML file, or a line of it."""
+    """Read the mapping in a JSON or YAML file, or in `text`, which is a line of it."""
     if text is None:
         text = text_of(file)
     return mapping(file, load_as(file, text))
 
 
 def mapping(file: Path, tree: Any) -> dict:
-    """Return the values of a file; raise ValueError unless they are keys and values."""
+    """Return what was read from a file, `tree`; raise ValueError unless it is a dict."""
     if not isinstance(tree, dict):
         raise ValueError(f"{file}: expected keys and values, found {type(tree).__name__}")
     return tree
 
 
 def read_lines(file: Path) -> list[dict]:
-    """Read the lines of a .jsonl file, if it exists, without an unfinished last one."""
+    """Read the lines of a .jsonl file, except a last one without newline; no lines if the file does not exist.
+
+    Such a line may still be being written.
+    """
     if not file.is_file():
         return []
     lines = text_of(file).splitlines(keepends=True)
@@ -174,7 +183,7 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def number_at(tree: Any, keys: Sequence[str], file: Path) -> float | None:
-    """Return the number at nested keys, or None if there is none."""
+    """Return the number at nested keys of `tree`, or None if a key is missing or its value is null."""
     value = tree
     for key in keys:
         if not isinstance(value, dict):
@@ -189,7 +198,10 @@ def number_at(tree: Any, keys: Sequence[str], file: Path) -> float | None:
 
 @contextlib.contextmanager
 def as_written(subject: str) -> Iterator[None]:
-    """Raise ValueError if a file is not as a run writes it; `subject` is how the message begins, "RUN: its scores are"."""
+    """Turn errors from the unexpected content of a file into a ValueError.
+
+    `subject` is the beginning of its message, such as "RUN: its scores are".
+    """
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -197,7 +209,10 @@ def as_written(subject: str) -> Iterator[None]:
 
 
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
-    """Return the file of each run that has it, and a line on `maker` for each run that lacks it."""
+    """Return the path of `file` in each run that has it, and a line for each run that lacks it.
+
+    The line ends in `maker`, a text that says what makes the file.
+    """
     found = {}
     missing = []
     for name, run in runs.items():
@@ -210,7 +225,7 @@ def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str,
 
 
 def find_run(folder: Path) -> ScoredRun:
-    """Read what a run is, without its scores."""
+    """Read the configuration of a run, not its scores."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     saved = saved_config(folder)
@@ -239,12 +254,12 @@ def find_run(folder: Path) -> ScoredRun:
 
 
 def read_run(folder: Path) -> ScoredRun:
-    """Read a run and its scores; raise NoScores without scores."""
+    """Read a run and its scores; raise NoScores if it has none."""
     return with_scores(find_run(folder))
 
 
 def with_scores(run: ScoredRun) -> ScoredRun:
-    """Read the scores of a run that was found; raise NoScores without scores."""
+    """Add its scores to a run that `find_run` returned; raise NoScores if it has none."""
     folder = run.folder
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
@@ -272,7 +287,7 @@ def with_scores(run: ScoredRun) -> ScoredRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
-    """Read runs of one task with their scores."""
+    """Read runs and their scores; raise ValueError unless all runs are of one task."""
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         if run.task != runs[0].task:
@@ -282,7 +297,7 @@ def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
 
 
 def _scored_samples(run: ScoredRun) -> dict:
-    """Read the scores of sample.py, or else the last ones of the training."""
+    """Read the scores that sample.py wrote, or else the last ones that training logged."""
     scores = run.json("scores.json")
     if scores:
         return scores
@@ -296,7 +311,7 @@ def _scored_samples(run: ScoredRun) -> dict:
 
 
 def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
-    """Say what a classifier's scores are of, and how exact they are."""
+    """Return a classifier's run with `scored_on` and the standard error of top-1."""
     if 0 < len(results.get("top1_by_class", ())) <= FEW:
         run.scores["top5"] = None
     top1 = run.scores["top1"] or 0
@@ -310,7 +325,7 @@ def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
-    """Say what a diffusion model's scores are of."""
+    """Return a diffusion model's run with `scored_on` and `sampling`."""
     sampling = results.get("sampling", {})
     scorer = results.get("label") or results.get("feature_space")
     if run.scores["recognised"] is not None:
@@ -328,7 +343,7 @@ def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
-    """Say what a language model's scores are of."""
+    """Return a language model's run with `scored_on`."""
     splits = [run.config[f"data.{key}"] for key in ("val", "test") if run.config.get(f"data.{key}")]
     scored_on = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
@@ -341,10 +356,11 @@ def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
-    """Return {share: the runs with their scores at it} of runs with an elastic budget that differ only in the seed.
+    """Return {share of heads: the runs of the group, with their scores at this share}.
 
-    It has the shares that all of them were scored at, and is empty without such shares. The last share is the one that
-    they are saved with, and has all scores; the others have those of a validation alone.
+    The runs have an elastic budget and differ only in the seed. The shares are those that all of them were scored at;
+    without such shares the dict is empty. The last share is the one that the runs are saved with: there they have all
+    scores. At the other shares they have the scores of a validation alone.
     """
     found = [run.json("results.json").get("by_share") or {} for run in group]
     with as_written(f"{group[0].folder}: its scores by share are"):
@@ -362,7 +378,8 @@ def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
 
 
 def _at_share(run: ScoredRun, scores: dict) -> dict[str, float | None]:
-    """Return the scores of a validation at a share by key of COLUMNS."""
+    """Return the scores of a validation at one share, by key of COLUMNS."""
+    # COLUMNS finds some scores at the top, others under "validation"; results.json has both at a share in one dict.
     tree = {**scores, "validation": scores}
     file = run.folder / "results.json"
     return {
@@ -373,12 +390,12 @@ def _at_share(run: ScoredRun, scores: dict) -> dict[str, float | None]:
 
 
 def suite_titles(name: str) -> list[str]:
-    """Return the titles of a suite's tasks and their average."""
+    """Return the titles of a suite's tasks, and that of their average at the end."""
     return [*(row.title for row in SUITES[name].rows), f"average of {name}"]
 
 
 def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
-    """Read the scores of suites by title, and a text about each suite."""
+    """Return the scores of suites by title, and each suite's name, with its --limit if it had one."""
     scores = {}
     suites = []
     files = {}
@@ -405,9 +422,10 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
 def grouped(
     runs: Sequence[ScoredRun], over: str | None = None, names: Sequence[str] | None = None
 ) -> list[tuple[str, list[ScoredRun]]]:
-    """Group runs that differ only in the seed, or also in the key `over`, by model.
+    """Group runs that differ only in the seed, or also in the key `over`; groups of one model follow one another.
 
-    A group is named as its first run in `names`, else by model and differing settings.
+    `names` has one name for each run, and a group takes that of its first run. Without `names` a group is called by
+    its model and the settings that differ from those of the model's other groups.
     """
     if names and len(names) != len(runs):
         raise ValueError(f"--names: {len(names)} for {len(runs)} runs; expected one for each RUN")
@@ -438,7 +456,7 @@ def grouped(
 
 
 def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
-    """Write the mean, standard deviation (n - 1), and the number of values if some are None."""
+    """Return mean ± standard deviation (n - 1) as text, with the number of known values if some are None."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -451,8 +469,11 @@ def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
 
 
 def starts_of(runs: dict[str, ScoredRun]) -> tuple[list[dict], list[str]]:
-    """Return how runs were started, and lines about those without a record."""
-    starts: dict[str, dict] = {}  # merged if only step and date differ
+    """Return the starts of runs by environment.jsonl, and a line for each run that lacks this file.
+
+    Starts of a run that differ only in step and date are one entry, with all steps and dates.
+    """
+    starts: dict[str, dict] = {}
     files, missing = having(runs, "environment.jsonl", "every start of a run adds a line to it")
     for name, file in files.items():
         for line in read_lines(file):

@@ -28,10 +28,12 @@ from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import open_run
 
 REST = "RUN"
-# For dense models: with half of the heads, few are shared, which stay and leave no choice.
+# Budget that a dense model is converted with. A budget of half of the heads has few shared heads, and the search can
+# choose among all others.
 CONVERTED = "uniform:0.5"
 LossOf = Callable[[nn.Module], float]
-Losses = dict[int, float]  # of a layer: its active heads -> loss, with all heads in other layers
+# For one layer: number of its active heads -> loss, while the other layers run all heads.
+Losses = dict[int, float]
 
 
 def search_budget(
@@ -40,15 +42,25 @@ def search_budget(
     share: float,
     progress: Callable[[int, Losses], None] = lambda layer, losses: None,
 ) -> tuple[list[int], list[Losses]]:
-    """Find the active heads of each layer for the least sum of losses, measured layer by layer; return both.
+    """Find how many heads each layer should run; the loss is measured with one layer changed at a time.
 
-    With L_l(k) the loss if layer l runs k heads and the others all, and L the loss of all heads, minimise
+    Let L be the loss of all heads, and L_l(k) the loss where layer l runs k heads and the others run all. The search
+    minimises over all budgets
 
         sum_l (L_l(k_l) - L)    where  sum_l k_l = round(share * sum_l H_l),  shared_l < k_l <= H_l
 
-    over all budgets, in 1 + sum_l (H_l - shared_l - 1) measurements: the loss itself, if layers act apart.
-    Greedy removal needs convex L_l; measured ones are not. `progress` is called after each layer. The
-    model is restored.
+    It takes 1 + sum_l (H_l - shared_l - 1) measurements. The sum is the rise of the loss itself if the effects of layers
+    add up. All budgets are compared, by `cheapest`, because removing heads one by one would need convex L_l, and
+    measured ones are not convex.
+
+    Args:
+        model: the model; its budget is restored at the end.
+        loss_of: computes the loss of the model at its current budget.
+        share: active heads over all heads.
+        progress: called after each layer with the layer's number and its losses.
+
+    Returns:
+        The active heads of each layer, and the losses of each layer.
     """
     full = all_heads_of(model)
     fixed = any(layer.router.all_heads for layer in attention_layers(model))
@@ -56,7 +68,7 @@ def search_budget(
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    allowed = []  # numbers of heads, of each layer
+    allowed = []  # for each layer, the numbers of heads that it may run
     for budget, group in zip(full, head_groups(model)):
         if budget.candidates:
             allowed.append(range(budget.shared + group, budget.heads + 1, group))
@@ -93,11 +105,13 @@ def search_budget(
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
-    """Choose each layer's heads at the least cost, `total` in all or the nearest below.
+    """Choose the number of heads of each layer at the least sum of costs, by dynamic programming.
 
-    costs: per layer, any numbers of heads -> cost. The smallest must fit in `total`.
+    Args:
+        costs: for each layer, number of heads -> cost. The smallest numbers must fit in `total`.
+        total: number of heads over all layers; if no choice has exactly so many, the next smaller possible number.
     """
-    # Over the layers so far: number of heads -> (least cost, heads of each layer).
+    # For the layers so far: number of their heads -> (least cost, heads of each layer).
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for layer in costs:
         longer: dict[int, tuple[float, list[int]]] = {}
@@ -115,10 +129,14 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
-    """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
+    """Measure three budgets with equally many heads: "searched", which is `active`, "uniform" and "ramp".
+
+    Returns:
+        By name of the budget, dict(active=heads of each layer, loss=...).
+    """
     saved = model_budgets(model).heads
     groups = head_groups(model)
-    # Heads that share keys and values are chosen together: spread whole groups.
+    # Heads that share keys and values are chosen together, so budgets are spread over groups of heads.
     in_groups = [
         HeadBudget(budget.heads // g, 1, budget.shared // g, budget.candidates // g)
         for budget, g in zip(saved, groups)
@@ -137,19 +155,25 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
 
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
-    """Return the budgets that run all routed heads."""
+    """Return the budgets of the layers with all routed heads active."""
     return [replace(b, routed=b.candidates) for b in model_budgets(model).heads]
 
 
 def refuse_budget(opened: Opened, option: str) -> None:
-    """Refuse a run opened with another head budget than `option` says."""
+    """Raise ValueError if the options give a head budget of their own, where `option` says how many heads run."""
     for key in ("model.head_budget", "head_budget"):
         if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
             raise ValueError(f"{key} has no effect: {option} says how many heads run")
 
 
 def say_table(compared: dict[str, dict], elsewhere: dict[str, dict], heads: int, unit: str) -> None:
-    """Print what `compare` measured on searched and on unseen data, of a model of so many heads."""
+    """Print the losses of budgets on the data of the search and on unseen data.
+
+    Args:
+        compared, elsewhere: what `compare` returned on the data of the search, and on unseen data.
+        heads: number of heads of the model.
+        unit: what the data consist of, such as "images".
+    """
     unseen = f"on other {unit}"
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{unseen:>17}  active heads per layer")
     for name, budget in compared.items():
@@ -201,11 +225,11 @@ def work(options) -> None:
         top, *fewer = sorted(losses, reverse=True)
         rises = []
         for heads in fewer:
-            rise = round(losses[heads] - losses[top], 4) + 0.0  # + 0.0: no -0.0000
+            rise = round(losses[heads] - losses[top], 4) + 0.0  # adding 0.0 turns -0.0 into 0.0
             rises.append(f"{heads}: {rise:+.4f}")
         say(f"{number:5d}  {'  '.join(rises) or 'no routed heads'}")
 
-    comparisons = 6  # of three budgets, on both halves
+    comparisons = 6  # three budgets on both halves of the data
     with Progress("search", measurements + comparisons, "measurement") as progress:
 
         def measured(batches: list[dict], _: nn.Module) -> float:

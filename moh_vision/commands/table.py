@@ -37,11 +37,12 @@ from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import count_macs, count_parameters
 
 PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
-# Of the parameters: 39 M and 41 M are one model with other vocabularies, 61 M is another.
+# A model may differ so much from a paper's row in its number of parameters: 39 M and 41 M are one model with two
+# vocabularies, 61 M is another model.
 TOLERANCE = 0.1
 IMAGENET_CLASSES = 1000
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
-# Arguments that make another model than the papers'; translation models have one name in two sizes.
+# A run that sets one of these arguments has another model than the paper's model of the same name.
 ANOTHER_MODEL = {
     "attention",
     "head_budget",
@@ -63,16 +64,16 @@ MACS = (
 
 
 class Sizes(NamedTuple):
-    """What a table says of a model beside its scores, by key of SIZES; and the classes of images."""
+    """The columns of SIZES for a model, and its number of image classes."""
 
-    parameters: float | None
-    macs: float | None
-    active: float | None
-    classes: int | None
+    parameters: float | None  # in millions
+    macs: float | None  # in millions
+    active: float | None  # in percent of the heads
+    classes: int | None  # None: the model has no classes
 
 
 class Table(NamedTuple):
-    """A table as text, with notes below."""
+    """The cells of a table as text, and the notes below the table."""
 
     titles: list[str]
     rows: list[list[str]]
@@ -80,7 +81,10 @@ class Table(NamedTuple):
 
 
 def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
-    """Return the papers' rows of an unchanged model on like data: values by key or task title."""
+    """Return the papers' rows to compare a run with; a row is a dict of texts, by column or title of a suite's task.
+
+    A model whose arguments the run changed has none.
+    """
     given = {key for key in ANOTHER_MODEL if run.config.get(f"model.{key}") is not None}
     if given or ANOTHER_MODEL.intersection(run.config.get("model.kwargs") or ()):
         return []
@@ -93,7 +97,7 @@ def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
             name, column = row["suite"]
             *tasks, average = suite_titles(name)
             if run.model == "clm_pretrained" and average not in run.scores:
-                continue  # any pre-trained model has this name
+                continue  # any pre-trained model has this name: compare only models that were scored on the suite
             values = [*SUITES[name].paper[column], SUITES[name].averages[column]]
             row = row | {title: f"{value:.1f}" for title, value in zip([*tasks, average], values)}
         rows.append(row)
@@ -101,10 +105,10 @@ def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
 
 
 def _alike(row: dict[str, str], sizes: Sizes) -> bool:
-    """Return whether a model may be that of a paper's row.
+    """Return whether a model of these sizes may be the model of a paper's row.
 
-    On ImageNet it has as many classes; else about as many parameters: a text model has one name in every size, and with
-    another vocabulary.
+    On ImageNet the number of classes decides, elsewhere the number of parameters: a text model has the same name with
+    any vocabulary and in any size.
     """
     if sizes.classes is not None and row["data"].startswith("ImageNet"):
         return sizes.classes == IMAGENET_CLASSES
@@ -115,7 +119,7 @@ def _alike(row: dict[str, str], sizes: Sizes) -> bool:
 
 
 def sizes_of(run: ScoredRun) -> Sizes:
-    """Count a run's model with its active heads alone; all None without weights."""
+    """Return the sizes of a run's model, with the MACs of active heads alone; all None if the run has no weights."""
     try:
         model, inputs, named = run.forward()
     except FileNotFoundError:
@@ -133,7 +137,7 @@ def sizes_of(run: ScoredRun) -> Sizes:
 
 
 def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) -> Table:
-    """Make a table without empty columns; a missing number is a dash."""
+    """Make the table of runs and the papers' rows, without empty columns; a missing number is a dash."""
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
@@ -141,9 +145,10 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
     notes = [MACS.format(INPUTS.get(runs[0].task, "a block of text"))]
     if len(groups) < len(runs):
         notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
-    for _, alike in groupby(groups, lambda named: named[1][0].model):
+    # `grouped` puts the groups of one model one after another; the papers' rows follow them.
+    for _, groups_of_model in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
-        for label, group in alike:
+        for label, group in groups_of_model:
             by_name = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
             for name, runs_at_share in (by_name or {label: group}).items():
                 sizes = sizes_of(runs_at_share[0])
@@ -170,7 +175,7 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
 
 
 def _steps_done(group: Sequence[ScoredRun]) -> str:
-    """Write the steps of runs, as one number or from the fewest to the most."""
+    """Return the steps of runs as text: one number, or the fewest and the most."""
     fewest = min(run.steps for run in group)
     most = max(run.steps for run in group)
     if most == 0:
@@ -181,7 +186,7 @@ def _steps_done(group: Sequence[ScoredRun]) -> str:
 
 
 def _of_all_steps(run: ScoredRun) -> str:
-    """Say how far a run came that ended early; "" for another run."""
+    """Return a text on how far a run came if it ended early, else ""."""
     planned = run.config.get("max_steps")
     if planned and 0 < run.steps < planned:
         return f", {run.steps:,} of {planned:,} steps"
@@ -197,7 +202,7 @@ def _shown(value: float | None) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Write a table as Markdown, with a list of its notes."""
+    """Return a table as Markdown, with a list of its notes."""
     lines = [table.titles, ["---", *["---:"] * (len(table.titles) - 1)], *table.rows]
     text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([*text, "", *(f"- {note}" for note in table.notes)])

@@ -306,7 +306,7 @@ class CosineAttention(HeadMixtureAttention):
         if call.q is None:
             q, k, v = self.project_all(call)
         else:
-            q = call.q.transpose(1, 2)
+            q = call.q
             k, v = self.project_keys_values(call.x)
         return unit(q, -1), unit(k, -1), v
 

@@ -1,15 +1,21 @@
-"""Executors do the work of equation (*) in three steps, `project`, `attend`, `combine`, and all equal `Reference`.
+"""Executors compute equation (*) in three steps, `project`, `attend`, `combine`. Each gives the results of `Reference`.
+
+These compute all heads:
 
     Reference       the oracle: equation (*) as a loop over heads
-    Masked          all heads, by one fused call
-    Unfused         all heads, with attention matrices that hooks can read
-    Sequences       whole heads of every sequence, on any device: products with the weights of these heads alone
-    WholeSequences  the same in float32, all by the C++ operators
-    InPlace         the pairs of heads and tokens that run: attention alone, by Triton, or in 16 bits by C++
-    Tokens          the same in float32 by the C++ operators: products too
+    Masked          one fused attention call
+    Unfused         step by step, with attention matrices that hooks can read
 
-A user names one of EXECUTORS. "packed" is whichever of the last four takes a call; a layer lists them in the order of
-trial, each says itself why it cannot (`why_not`), and `choice.select_executor` picks.
+These skip heads:
+
+    Sequences       for one choice per sequence, on any device: products with the weights of the heads that run
+    WholeSequences  for one choice per sequence, in float32: everything by the C++ operators
+    InPlace         for one choice per token or sequence: products of all heads; attention of the (head, token) pairs that
+                    run, by Triton, or in 16 bits by C++
+    Tokens          for one choice per token or sequence, in float32: the C++ operators skip products too
+
+A user names one of EXECUTORS. "packed" is the first of the last four that can run a call. A layer lists them in the order of
+trial (`skipping_executors`), each one says why it cannot run a call (`why_not`), and `choice.select_executor` picks.
 """
 
 from moh_vision.attention.executors.choice import select_executor

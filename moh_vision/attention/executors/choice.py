@@ -1,4 +1,4 @@
-"""`select_executor` for a call. "auto" skips heads where that is known to pay, and computes all of them elsewhere."""
+"""`select_executor` picks the executor of a call. "auto" skips heads only where that is known to be faster."""
 
 import logging
 from functools import lru_cache
@@ -17,9 +17,9 @@ log = logging.getLogger("moh_vision.attention")
 
 
 def select_executor(layer: nn.Module, call: Call) -> type[Executor]:
-    """Return the class of the executor that takes a call of a layer, by the name that `layer.executor` has for it.
+    """Return the class of the executor that runs a call of a layer.
 
-    Where `layer.executor` is no name, it is the class.
+    `layer.executor` is a name in EXECUTORS, or the class itself.
     """
     wanted = layer.executor
     if not isinstance(wanted, str):
@@ -42,9 +42,14 @@ def select_executor(layer: nn.Module, call: Call) -> type[Executor]:
 def first_that_skips(
     layer: nn.Module, call: Call, compiling: bool = False
 ) -> tuple[type[Executor], str]:
-    """Return the first of the layer's executors that can skip heads of a call, and "".
+    """Return the first of the layer's executors that can skip heads of a call, and "" as the reason.
 
-    Where none can, return the executor of all heads, and why the last one cannot. compiling: as under torch.compile.
+    If none can, return the executor of all heads, and the reason why the last one tried cannot.
+
+    Args:
+        layer: has `skipping_executors`.
+        call: the call, after routing.
+        compiling: answer for a compiled call.
     """
     reason = ""
     for executor in layer.skipping_executors:
@@ -57,7 +62,10 @@ def first_that_skips(
 def faster(
     layer: nn.Module, call: Call, executor: type[Executor], compiling: bool
 ) -> tuple[type[Executor], str]:
-    """Return `executor`, which skips heads, where that takes less time than all heads, else that of all heads; and why."""
+    """Return the faster of `executor`, which skips heads, and the layer's executor of all heads; and the reason.
+
+    The measurement table decides, if it has a row for the call; else the rule of `known`.
+    """
     B, N, M, K = sizes_of(layer, call)
     if call.cache is None:
         for tokens, keys, batch, active, picked, _ in look_up(key_of(layer, call, executor)):
@@ -74,7 +82,7 @@ def faster(
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
-    """Return B, N, M and K of a call without a cache."""
+    """Return B, N, M and K of a call without a cache; if K varies by token, the largest K."""
     B, N, _ = call.x.shape
     M = N
     if call.context is not None:
@@ -88,9 +96,13 @@ def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
 def key_of(
     layer: nn.Module, call: Call, executor: type[Executor], compiling: bool | None = None
 ) -> tuple[str, ...]:
-    """Return all that decides the time of a call beside its sizes: the words by which it is measured and looked up.
+    """Return all that decides the time of a call, except its sizes, in words: the key of the measurement table.
 
-    compiling: as under torch.compile; None: as it is.
+    Args:
+        layer: the layer that is called.
+        call: the call, after routing.
+        executor: skips heads of the call.
+        compiling: whether the key is of a compiled call; None: whether torch.compile is at work now.
     """
     if compiling is None:
         compiling = torch.compiler.is_compiling()
@@ -105,7 +117,7 @@ def key_of(
 
 
 def flags_of(layer: nn.Module, call: Call, compiling: bool) -> list[str]:
-    """Return what a call has that others lack, for `key_of`."""
+    """Return a word for each optional feature that a call uses, for `key_of`."""
     flags = []
     if compiling:
         flags.append("compiled")
@@ -134,9 +146,9 @@ def flags_of(layer: nn.Module, call: Call, compiling: bool) -> list[str]:
     return flags
 
 
-@torch.compiler.assume_constant_result  # under torch.compile: when it traces
+@torch.compiler.assume_constant_result  # torch.compile calls this while it traces, not when the compiled code runs
 def announce(picked: str, reason: str) -> None:
-    """Log a decision the first time it is made, at level INFO under "moh_vision.attention"."""
+    """Log a decision the first time that it is made, at level INFO under "moh_vision.attention"."""
     if log.isEnabledFor(logging.INFO):
         say(picked, reason)
 

@@ -1,4 +1,4 @@
-"""`Executor`: what every executor is, and what the layer asks of it."""
+"""`Executor`, the base class of all executors."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from moh_vision.attention.routing import Call
 
 
 class Executor:
-    """One call of a layer. It does the work of equation (*) in three steps, and equals `Reference` in each result.
+    """Computes equation (*) for one call of a layer, in three steps. Output and gradients equal those of `Reference`.
 
     Args:
         layer: a HeadMixtureAttention, whose projections are used.
@@ -21,26 +21,29 @@ class Executor:
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
         """Return why this executor cannot run a call; "" where it can.
 
-        compiling: as under torch.compile. Only sizes and settings may decide then, never the values of tensors.
+        Args:
+            layer: the layer that is called.
+            call: the call, after routing.
+            compiling: answer for a compiled call. Then only sizes and settings may decide, never the values of tensors.
         """
         return ""
 
     @staticmethod
     def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
-        """Return up to which share of the heads skipping is known to take less time than all heads, without measuring.
+        """Return the largest share of active heads with which this executor is known to be faster than all heads.
 
-        0 where nothing is known, see `known`. compiling: as under torch.compile.
+        0 where nothing is known without measuring, see `known`. Arguments as in `why_not`.
         """
         return 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, ready for attention, in a form that `attend` reads."""
+        """Return queries, keys and values, normalised and rotated, in the layout that `attend` of this class reads."""
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the outputs of the heads, in a form that `combine` reads."""
+        """Return the outputs of the heads, in the layout that `combine` of this class reads."""
         raise NotImplementedError
 
     def combine(self, o: Tensor) -> Tensor:
-        """Return the weighted sum of the heads' outputs, through W_O: [B, N, C]."""
+        """Return y [B, N, C]: weigh the outputs of the heads, project them by W_O and sum over heads."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""`InPlace`: heads chosen per token or sequence, by Triton, or in 16 bits by C++."""
+"""`InPlace` skips attention alone, for heads chosen per token or sequence: by Triton, or in 16 bits by C++."""
 
 from torch import Tensor, nn
 
@@ -10,9 +10,9 @@ from moh_vision.attention.routing import Call
 
 
 class InPlace(Executor):
-    """The products are those of all heads. One operator attends for the pairs that run, weighs, and puts in place.
+    """Projects all heads. One operator attends for the pairs that run and writes weighted outputs where `proj` reads them.
 
-    For where such products are so fast that leaving rows out gains less than gathering them costs.
+    This suits devices and dtypes whose products are so fast that leaving rows out gains less than gathering them costs.
     """
 
     @staticmethod
@@ -29,7 +29,7 @@ class InPlace(Executor):
         return 1.0 if path_of(layer, call) == "cpp" else 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Project as `Masked` does. Where q, k and v are views of one product, `attend` reads the product."""
+        """Return q [B, H, N, D], k and v [B, G, M, D]. If they are views of one product, `attend` reads that instead."""
         self.product = readable_product(self.layer, self.call)
         return self.layer.project(self.call._replace(product=self.product))
 
@@ -38,7 +38,7 @@ class InPlace(Executor):
         layer = self.layer
         call = self.call
         if self.product is not None:
-            # The product gets one gradient, and no gradients of q, k and v are joined afterwards.
+            # In backward the operator writes one gradient of the product; autograd need not join those of q, k and v.
             return kernels.attend_product(
                 self.product,
                 layer.num_heads,
@@ -59,9 +59,9 @@ class InPlace(Executor):
 
 
 def readable_product(layer: nn.Module, call: Call) -> Tensor | None:
-    """Return queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
+    """Return queries, keys and values as one product [B, N, (H + 2 * G) * D], if attention can read them from it.
 
-    None where there is no such product, or a norm or rotation follows.
+    None if they are not projected together, or a norm or rotation still has to change them.
     """
     if layer.qk_norm or call.rotary is not None:
         return None

@@ -1,14 +1,16 @@
-"""Where skipping heads in C++ is known to take less time than all heads: the rule of `auto` for calls that were not measured.
+"""The rule of `auto` for calls that were not measured: with how many active heads the C++ operators beat all heads.
 
-Measured with torch 2.14 on two cores each, and only there; `moh_vision.measure` knows more.
+It follows from measurements with torch 2.14 on two cores of each processor below. `moh_vision.measure` measures the user's
+own machine.
 
-    float32, AMD Zen 5      with AVX-512 and with AVX2: up to 11 of 12 heads, forward and in training. torch multiplies by MKL,
-                            which on AMD reaches about half of the operators' rate where they have AVX-512.
-    float32, Intel          with AVX-512: 10 of 12 heads take as long as all. Heads of 72, which fill no whole number of
-                            vectors, lose at 12 of 16.
-    16 bits                 on processors with AVX512-BF16, in place: up to 11 of 12 heads. Only attention differs from all
-                            heads, and that of the operators is faster than torch's even there. With weights that are
-                            gathered for every sequence: 14 of 16 heads pay with 256 tokens, 7 of 8 with 128 lose.
+    float32, AMD Zen 5      With AVX-512 and with AVX2: faster up to 11 of 12 heads, forward and in training. torch calls
+                            MKL, which on AMD reaches about half of the speed of the operators with AVX-512.
+    float32, Intel          With AVX-512: 10 of 12 heads take as long as all heads. With heads of width 72, which is no
+                            multiple of the vector length, 12 of 16 heads are slower than all heads.
+    16 bits                 On processors with AVX512-BF16, `InPlace` is faster up to 11 of 12 heads. It differs from
+                            `Masked` in attention alone, where the operator beats torch even with that many heads.
+                            `Sequences`, which gathers weights for every sequence, is faster with 14 of 16 heads for 256
+                            tokens, but slower with 7 of 8 heads for 128 tokens.
 """
 
 from functools import lru_cache
@@ -17,19 +19,17 @@ import torch
 
 from moh_vision.attention.executors.measurement_table import processor
 
-SMALLEST_QUERIES = 25_000  # numbers in the queries of all heads: smaller calls compute all
-MOST = 0.9  # share of the heads that run
-MOST_OF_UNEVEN_WIDTHS = 0.7
-VECTOR = 16  # numbers of float32 with AVX-512
-MOST_OF_SHORT = 0.75
-SHORT = (
-    197  # tokens of a sequence for which weights are gathered: with fewer, gathering weighs more
-)
+SMALLEST_QUERIES = 25_000  # elements in the queries of all heads (B * N * H * D); calls with fewer compute all heads
+MOST = 0.9  # largest share of active heads with which skipping is faster
+MOST_OF_UNEVEN_WIDTHS = 0.7  # the same where the head width is no multiple of VECTOR
+VECTOR = 16  # float32 elements in an AVX-512 vector
+MOST_OF_SHORT = 0.75  # the same for `Sequences` with fewer than SHORT tokens, for which gathering weights costs more
+SHORT = 197
 
 
-@torch.compiler.assume_constant_result  # under torch.compile the processor stays the same
+@torch.compiler.assume_constant_result  # the processor does not change, and torch.compile need not trace its detection
 def share_in_float32(head_dim: int) -> float:
-    """Return up to which share of the heads the operators that leave out products are known to pay."""
+    """Return the largest share of active heads with which the float32 operators are known to be faster than all heads."""
     if _is_amd():
         return 1.0
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and head_dim % VECTOR:
@@ -38,7 +38,7 @@ def share_in_float32(head_dim: int) -> float:
 
 
 def share_of_gathered(tokens: int) -> float:
-    """Return up to which share of the heads weights that are gathered for sequences of so many tokens are known to pay."""
+    """Return the largest share of active heads with which `Sequences`, on sequences of `tokens`, is known to be faster."""
     if tokens < SHORT:
         return MOST_OF_SHORT
     return MOST
@@ -50,5 +50,5 @@ def _is_amd() -> bool:
 
 
 def rule(share: float) -> str:
-    """Return the rule in words; they say nothing of the call, since torch.compile cannot format sizes that are dynamic."""
+    """Return the rule in words. They name no sizes of the call, because torch.compile cannot format dynamic sizes."""
     return f"not measured; skipping pays for up to {share:.0%} of the heads, from {SMALLEST_QUERIES:,} numbers on"

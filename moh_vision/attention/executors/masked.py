@@ -1,17 +1,19 @@
-"""All heads: one fused attention call, or step by step, then the weights. Never wrong, skips nothing."""
+"""`Masked` and `Unfused` compute all heads, by one fused call or step by step, and then weigh them. They take any call."""
 
+import torch
 import torch.fx
 from torch import Tensor
 from torch.nn import functional as F
 
+from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.reference import attention_matrix, weighted
+from moh_vision.attention.executors.reference import attention_matrix
 
-torch.fx.wrap("attend")  # a leaf while tracing, where masks may be proxies that stand for None
+torch.fx.wrap("attend")  # a leaf while fx traces: masks may then be proxies that stand for None
 
 
 class Masked(Executor):
-    """All heads by one fused call. Executors that skip heads override some of its three steps."""
+    """All heads by one fused call. A subclass may override any of the three steps."""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, H, N, D], k and v [B, G, M, D], normalised and rotated."""
@@ -28,15 +30,37 @@ class Masked(Executor):
 
 
 class Unfused(Masked):
-    """As timm's layers where `fused_attn` is False: the module `attn_drop` is called with the matrix [B, H, N, M]."""
+    """All heads, step by step: as in timm, the module `attn_drop` is called with the attention matrix [B, H, N, M]."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the outputs of the heads [B, H, N, D]."""
         call = self.call
-        shared_by = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(shared_by, 1)
-        v = v.repeat_interleave(shared_by, 1)
+        group = q.shape[1] // k.shape[1]  # query heads that share a key-value head
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
         matrix = attention_matrix(q, k, call.attn_mask, call.is_causal)
         return self.layer.attn_drop(matrix) @ v
+
+
+def weighted(o: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply the outputs of heads by w_h(x_t) and join them: o [B, H, N, D] -> [B, N, H*D].
+
+    Args:
+        o: overwritten where no gradients are recorded.
+        weights: [B or 1, N or 1, H]; None: every head counts as 1.
+    """
+    if weights is None:
+        return o.transpose(1, 2).flatten(2)
+    y = kernels.weigh(o, weights)
+    if y is not None:
+        return y
+    o = o.transpose(1, 2)  # [B, N, H, D]
+    weights = weights.unsqueeze(-1).to(o.dtype)
+    # In place, because a new tensor would cost another pass over memory.
+    in_place = type(o) is Tensor and not torch.is_grad_enabled() and not torch.jit.is_tracing()
+    if in_place:
+        return o.mul_(weights).flatten(2)
+    return (o * weights).flatten(2)
 
 
 def attend(
@@ -48,21 +72,21 @@ def attend(
     dropout_p: float,
     grouped: bool = False,
 ) -> Tensor:
-    """Attend with every head.
+    """Attend with every head, by F.scaled_dot_product_attention.
 
     Args:
         q: [B, h, N, D].
         k, v: [B, G, M, D].
         attn_mask, is_causal, dropout_p: see `Call`.
-        grouped: h / G query heads in a row read one key-value head.
+        grouped: whether h > G, so that each key-value head serves h / G consecutive query heads.
 
     Returns:
         [B, h, N, D]
     """
     if grouped and q.shape[2] == 1 and not is_causal:
         if attn_mask is None or attn_mask.shape[1] == 1:
-            # One token: the query heads of a key-value head are the rows of one product, which reads the keys once. On a
-            # CPU this takes half the time of enable_gqa in float32, and in bfloat16 an eleventh.
+            # One token: the query heads of a key-value head take the places of tokens, so that its keys are read once.
+            # On a CPU this takes half the time of enable_gqa in float32, and an eleventh of it in bfloat16.
             rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, G, h / G, D]
             o = F.scaled_dot_product_attention(rows, k, v, attn_mask, dropout_p)
             return o.flatten(1, 2).unsqueeze(2)

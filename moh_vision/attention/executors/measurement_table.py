@@ -1,4 +1,7 @@
-"""`MeasurementTable`: for which calls skipping heads takes less time on this machine. `auto` looks its calls up in one."""
+"""`MeasurementTable`: for which calls skipping heads takes less time on this machine. The executor "auto" reads it.
+
+A process has one table: that of the user's cache, unless `use_table` sets another.
+"""
 
 import hashlib
 import json
@@ -18,7 +21,8 @@ from moh_vision.common.io import cache_folder, write_whole
 log = logging.getLogger("moh_vision.attention")
 
 VARIABLE = "MOH_VISION_MEASURE"
-# By the words of `choice.key_of`: [tokens, keys, batch, active heads, executor, its time over that of all heads or None].
+# Keys are the words of `choice.key_of`. A row is [tokens, keys, batch, active heads, faster executor, ratio]. The ratio is
+# the time of skipping heads over the time of all heads, or None where skipping failed.
 Rows = dict[str, list[list]]
 
 
@@ -26,7 +30,7 @@ class MeasurementTable:
     """Rows that were measured on this device.
 
     Args:
-        rows: none: an empty table.
+        rows: the rows; None: an empty table.
     """
 
     def __init__(self, rows: Rows | None = None):
@@ -34,10 +38,10 @@ class MeasurementTable:
 
     @classmethod
     def from_record(cls, record: dict) -> Self:
-        """Return the table of `as_record`; of {} an empty one.
+        """Return the table that `as_record` wrote; an empty one from {}.
 
         Raises:
-            ValueError: for rows that are malformed, and for those of Triton's kernels on another card.
+            ValueError: for malformed rows, and for rows of Triton's kernels that were measured on another GPU.
         """
         rows = checked(record.get("rows", {}))
         on_gpu = any(
@@ -51,7 +55,7 @@ class MeasurementTable:
 
     @classmethod
     def from_cache(cls) -> Self:
-        """Return what the user's cache has; an empty table with a warning where that cannot be read."""
+        """Return the table in the user's cache. If it cannot be read, warn and return an empty table."""
         file = cache_file()
         try:
             if not file.is_file():
@@ -62,13 +66,13 @@ class MeasurementTable:
             return cls()
 
     def as_record(self) -> dict:
-        """Return the table as JSON, as the cache and attention.json of a run keep it: dict(device, rows)."""
+        """Return dict(device, rows), which the user's cache and attention.json of a run keep as JSON."""
         return dict(device=device_name(), rows=self.rows)
 
     def add(self, rows: Rows) -> None:
-        """Add rows; of two rows of the same sizes the new one stays.
+        """Add rows; a new row replaces an old one of the same sizes.
 
-        Those with fewer heads, and then the smaller batch, come first: the first row that a call fits into is its own.
+        Rows are sorted by active heads, then by batch: `auto` takes the first row that is large enough for a call.
         """
         merged = {}
         for key in [*self.rows, *rows]:
@@ -78,7 +82,7 @@ class MeasurementTable:
         self.rows = merged
 
     def save(self) -> None:
-        """Add the rows to the user's cache; what cannot be written is a warning."""
+        """Add the rows to the user's cache; warn if it cannot be written."""
         cached = MeasurementTable.from_cache()
         cached.add(self.rows)
         text = json.dumps(cached.as_record(), indent=1) + "\n"
@@ -89,11 +93,11 @@ class MeasurementTable:
             log.warning(f"{file}: {error.strerror}; what was measured is not kept")
 
 
-_current: MeasurementTable | None = None  # of this process; None: not yet read
+_current: MeasurementTable | None = None  # the table of this process; None: not yet read
 
 
 def current_table() -> MeasurementTable:
-    """Return the table of this process: that of `use_table`, else what the user's cache has, unless measuring is off."""
+    """Return the table of this process: the one set by `use_table`, else the user's cache; empty if measuring is off."""
     global _current
     if _current is None:
         if measuring_is_off():
@@ -104,7 +108,7 @@ def current_table() -> MeasurementTable:
 
 
 def use_table(record: dict | None) -> None:
-    """Set the table of this process, see `MeasurementTable.from_record`; None: back to the user's cache."""
+    """Set the table of this process from a record, see `MeasurementTable.from_record`. None: use the user's cache again."""
     global _current
     if record is None:
         _current = None
@@ -114,12 +118,12 @@ def use_table(record: dict | None) -> None:
 
 @torch.compiler.assume_constant_result  # a compiled model keeps the table that it was compiled with
 def look_up(key: tuple[str, ...]) -> tuple[tuple, ...]:
-    """Return the rows of calls with a key of `choice.key_of`, of the table of this process."""
+    """Return the rows that the table of this process has for a key of `choice.key_of`."""
     return tuple(map(tuple, current_table().rows.get(" ".join(key), ())))
 
 
 def measuring_is_off() -> bool:
-    """Return whether measuring is off; earlier measurements are not read either."""
+    """Return whether measuring is off; if it is, the user's cache of earlier measurements is not read either."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
         raise ValueError(
@@ -129,7 +133,7 @@ def measuring_is_off() -> bool:
 
 
 def checked(rows: object) -> Rows:
-    """Return rows as they were read; refuse what are none."""
+    """Return `rows` unchanged; raise ValueError if they are not of the form of `Rows`."""
     try:
         forms = {(len(row), *map(type, row[:5])) for of_calls in rows.values() for row in of_calls}
     except (AttributeError, TypeError, LookupError):
@@ -140,7 +144,7 @@ def checked(rows: object) -> Rows:
 
 
 def cache_file() -> Path:
-    """Return CACHE/measured/DEVICE-HASH.json; the hash is of all that times depend on beside the call."""
+    """Return CACHE/measured/DEVICE-HASH.json. The hash covers what times depend on besides the call, such as our sources."""
     if torch.cuda.is_available():
         device_type = "cuda"
         capability = torch.cuda.get_device_capability()
@@ -166,7 +170,7 @@ def cache_file() -> Path:
 
 
 def device_name(device: torch.device | None = None) -> str:
-    """Return the name of a GPU, or of the processor; None: of the GPU where there is one."""
+    """Return the name of a device, a GPU or the processor; None: the current GPU if there is one, else the processor."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":

@@ -1,7 +1,8 @@
-"""Products of tokens with the weights of the heads that each sequence runs: three classes.
+"""Products of tokens with the weights of the heads that each sequence runs: three classes, of which an executor picks one.
 
-An object of each is made for one call, and has `heads` [B or 1, K], `project` for queries, keys and values, and `combine`.
-Two of them also have `linear`, one product by the rows of the heads. A layer's heads may be groups of an MLP.
+Each is constructed for one call, and has `heads` [B or 1, K] (indices of the heads that it computes), `project` for queries,
+keys and values, and `combine`. Two of them also have `linear`, one product with the rows of these heads. The heads of a
+`GroupMixtureMlp` are groups of hidden channels.
 """
 
 import torch
@@ -14,18 +15,19 @@ from moh_vision.attention.routing import Call
 
 
 def heads_that_run(call: Call) -> Tensor:
-    """Return the heads of each sequence, those that run first and in rising order: [B or 1, K]."""
+    """Return K heads for each sequence, as indices [B or 1, K]: its active heads in rising order, then others to fill up."""
     active = call.routing.active.squeeze(1)  # [B or 1, H]
     H = active.shape[1]
     K = call.routing.count or int(active.sum(1).max())
+    # Every active head ranks above every inactive one, and among either a lower index above a higher one.
     rank = active.int() * H - torch.arange(H, device=active.device)
     return rank.topk(K).indices
 
 
 class SlicedProducts:
-    """One choice for all sequences [1, 1, H]: plain products of all tokens by a smaller weight.
+    """For one choice that serves all sequences: plain products of all tokens with the rows of the weight for these heads.
 
-    The gate of a head is a factor of its columns of the output weight: (g o) W = o (g W).
+    Gates are multiplied into the weight of the output, since (g o) W = o (g W) for gate g.
     """
 
     def __init__(self, layer: nn.Module, call: Call):
@@ -36,16 +38,16 @@ class SlicedProducts:
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, N, C] and context [B, M, C], which may be x, to q [B, N, K, D], k and v [B, M, K, D]."""
         parts = [self.slice(*weight_and_bias, x.dtype) for weight_and_bias in self.layer.weights()]
-        if context is not x:
-            results = [
-                F.linear(tokens, *part) for tokens, part in zip((x, context, context), parts)
-            ]
-        else:
+        if context is x:  # self-attention: one product for all three
             weights, biases = zip(*parts)
             bias = None
             if biases[0] is not None:
                 bias = torch.cat(biases)
             results = F.linear(x, torch.cat(weights), bias).chunk(3, -1)
+        else:
+            results = [
+                F.linear(tokens, *part) for tokens, part in zip((x, context, context), parts)
+            ]
         q, k, v = (result.unflatten(-1, (self.heads.shape[1], -1)) for result in results)
         return q, k, v
 
@@ -57,7 +59,12 @@ class SlicedProducts:
     def slice(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Return rows of a weight [H*D, C] and a bias, those of the heads: [K*D, C] and [K*D]."""
+        """Return the rows of a weight and a bias that belong to the heads, [K*D, C] and [K*D].
+
+        Args:
+            weight, bias: [H*D, C], and [H*D] or None, of all heads.
+            dtype: of the result.
+        """
         H = self.layer.num_heads
         heads = self.heads.flatten()
         weight = weight.unflatten(0, (H, -1)).index_select(0, heads)  # [K, D, C]
@@ -67,7 +74,7 @@ class SlicedProducts:
         return weight.flatten(0, 1).to(dtype), bias
 
     def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Weigh and project o [B, N, K, D] to [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
+        """Weigh and project o [B, N, K, D] to y [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
         heads = self.heads.flatten()
         gates = self.call.routing.weights.flatten().index_select(0, heads)  # [K]
         weight = weight.unflatten(1, (self.layer.num_heads, -1)).index_select(1, heads)  # [C, K, D]
@@ -76,7 +83,10 @@ class SlicedProducts:
 
 
 class LookedUpProducts:
-    """On a GPU, without gradients: tiles of the products look up the rows of the weight, see `kernels.project_heads`."""
+    """For a GPU, without gradients: Triton kernels read a sequence's rows from the weight of all heads, without a copy.
+
+    See `kernels.project_heads` and `kernels.combine_heads`.
+    """
 
     def __init__(self, layer: nn.Module, call: Call):
         self.layer = layer
@@ -88,17 +98,18 @@ class LookedUpProducts:
         self.heads = self.plan[0]  # [B, K]
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [B, N, C], which `context` must be too, to q, k and gated v [B, N, K, D]."""
         qkv = self.layer.qkv
         bias = cast_bias(qkv.bias, x.dtype)
         return kernels.project_heads(x, qkv.weight.to(x.dtype), bias, self.plan)
 
     def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Project o [B, N, K, D], which the gates of the values weigh, to [B, N, C]."""
+        """Project o [B, N, K, D], already weighed by the gates of the values, to y [B, N, C]."""
         return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan)
 
 
 def why_not_looked_up(layer: nn.Module, call: Call) -> str:
-    """Return why products that look up the heads of a sequence are no use on a GPU; "" where they are."""
+    """Return why `LookedUpProducts` cannot run a call on a GPU or would be slower than all heads; "" where neither holds."""
     if not kernels.looks_up_heads(call.x):
         return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
     if call.context is not None or not layer.projects_at_once():
@@ -109,20 +120,22 @@ def why_not_looked_up(layer: nn.Module, call: Call) -> str:
 
 
 class GatheredProducts:
-    """Products of PyTorch, on any device: each sequence's weights are gathered.
+    """For any device: PyTorch gathers the weights of each sequence's heads, and multiplies batch by batch.
 
-    Sequences that all chose the same heads are one: the weights are gathered once, for one product of all tokens.
+    If all sequences chose the same heads, the weights are gathered once, and one product takes the tokens of all sequences.
     """
 
     def __init__(self, layer: nn.Module, call: Call):
         self.layer = layer
         self.call = call
         self.heads = heads_that_run(call)  # [B, K]
-        self.rows = self.heads  # [S, K], S = 1 or B
+        # [S, K], the heads of each gathered weight; S = 1 if all sequences share one weight, else B.
+        self.rows = self.heads
         if alike(call.routing.active.squeeze(1)):
             self.rows = self.heads[:1]
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [B, N, C] and context [B, M, C], which may be x, to q [B, N, K, D], k and v [B, M, K, D]."""
         queries, keys, values = self.layer.weights()
         return self.linear(x, *queries), self.linear(context, *keys), self.linear(context, *values)
 
@@ -138,7 +151,7 @@ class GatheredProducts:
         return y.view(B, M, K, -1)
 
     def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Weigh and project o [B, N, K, D] to [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
+        """Weigh and project o [B, N, K, D] to y [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
         B, N, K, D = o.shape
         S = self.rows.shape[0]
         C = weight.shape[0]
@@ -152,9 +165,10 @@ class GatheredProducts:
 
 
 class GatheredLinear(torch.autograd.Function):
-    """x [S, T, I] times the weights of each sequence's heads -> [S, T, O]. Backward gathers them again, and keeps none.
+    """Multiplies x [S, T, I] by the weights of the heads `rows` [S, K] of each sequence: [S, T, O].
 
-    weight: [H, D, C] (dim 0: O = K * D, I = C) or [C, H, D] (dim 1: O = C, I = K * D); rows [S, K]: the heads.
+    dim is the dimension of the heads in weight: 0 for weight [H, D, C] (then I = C, O = K * D), 1 for weight [C, H, D] (then
+    I = K * D, O = C). Forward does not keep the gathered weights, to save memory; backward gathers them again.
     """
 
     @staticmethod
@@ -164,12 +178,13 @@ class GatheredLinear(torch.autograd.Function):
         return torch.bmm(x, gather(weight, rows, dim).mT)
 
     @staticmethod
-    def backward(ctx, grad):  # consists of operations that autograd differentiates again
+    def backward(ctx, grad):  # consists of differentiable operations, for gradients of gradients
         x, weight, rows = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             dx = torch.bmm(grad, gather(weight, rows, ctx.dim))
-            parts = torch.bmm(grad.mT, x)  # [S, O, I]
-            # A product with 0 and 1 adds the sequences up: in float32 also in 16 bits, and in the same order every time.
+            parts = torch.bmm(grad.mT, x)  # [S, O, I], the gradient of the gathered weights
+            # Sum the gradients of each head over sequences by a product with a matrix of 0 and 1: it accumulates in float32
+            # also for 16-bit tensors, and always in the same order.
             H = weight.shape[ctx.dim]
             D = weight.shape[ctx.dim + 1]
             which = F.one_hot(rows.flatten(), H).to(parts.dtype).t()  # [H, S * K]
@@ -193,7 +208,7 @@ def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 
 def alike(active: Tensor) -> bool:
-    """Return whether all sequences chose the same heads, active [B, H]; False where that takes waiting for a device."""
+    """Return whether all sequences chose the same heads, active [B, H]; False on a GPU, where asking would synchronise."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
     if active.shape[0] == 1:

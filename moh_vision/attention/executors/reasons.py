@@ -1,4 +1,4 @@
-"""Reasons that several executors share why they cannot run a call; "" where there is none. See `Executor.why_not`."""
+"""Checks that several executors share in `Executor.why_not`: each returns the reason why a call cannot run, or ""."""
 
 import torch
 from torch import nn
@@ -18,14 +18,14 @@ def nothing_to_skip(layer: nn.Module, call: Call) -> str:
     cache = call.cache
     if cache is None:
         return ""
-    # What is left is a prompt in inference: of many tokens, each runs its heads, and the cache gets the keys of all heads.
     if call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache):
         return "the keys of all heads are cached"
+    # A prompt in inference: each of its tokens runs its own heads, and the cache still gets the keys of all heads.
     return ""
 
 
 def not_whole_heads(layer: nn.Module, call: Call) -> str:
-    """Return why heads cannot be left out of a sequence altogether, their keys and values too."""
+    """Return why heads cannot be left out of whole sequences, keys and values included."""
     if call.routing.active.shape[1] != 1:
         return "needs heads that are chosen per sequence"
     if call.cache is not None or layer.grouped:
@@ -34,7 +34,7 @@ def not_whole_heads(layer: nn.Module, call: Call) -> str:
 
 
 def hidden_weights(layer: nn.Module) -> str:
-    """Return why the weights of a layer's projections cannot be read, and the modules must be called."""
+    """Return why the projections of a layer must be called as modules, so that their weights may not be read."""
     for module in layer.projections:
         if not plain(module):
             return "the projections carry hooks or are not plain linear layers"
@@ -52,14 +52,14 @@ def no_operator(layer: nn.Module, call: Call) -> str:
 
 
 def no_products(call: Call) -> str:
-    """Return why the C++ operators that leave out products cannot run a call."""
+    """Return why the C++ operators that skip products (`project`, `attend`, `combine`) cannot run a call."""
     if kernels.native(call.x.device, product_dtype(call.x)):
         return ""
     return "no C++ operator projects such numbers"
 
 
 def unlisted(call: Call, compiling: bool) -> str:
-    """Return why the pairs of a call cannot be listed on a CPU."""
+    """Return why the pairs of a call cannot be listed on a CPU. Under torch.compile only a router's operator lists them."""
     if compiling and call.routing.pairs is None:
         return "compiled, and the list of pairs has no fixed length"
     return ""
@@ -78,6 +78,6 @@ def one_choice_for_all(call: Call) -> bool:
 
 def trains(layer: nn.Module) -> bool:
     """Return whether a call of a layer belongs to training."""
-    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
-    # the same executor must draw the dropout.
+    # is_grad_enabled alone would not do: reentrant checkpointing runs forward once without and once with gradients, and the
+    # same executor must run both times, so that dropout is the same.
     return layer.training or torch.is_grad_enabled()

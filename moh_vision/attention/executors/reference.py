@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
 
 
 class Reference(Executor):
-    """The oracle of the tests: every head by itself, its attention matrix in memory. Slow."""
+    """The oracle of the tests. It computes one head after another, each by its whole attention matrix, and is slow."""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, H, N, D], k and v [B, G, M, D]: H / G query heads in a row share one of the G key-value heads."""
@@ -38,8 +37,15 @@ class Reference(Executor):
         return torch.stack(outputs, 1)
 
     def combine(self, o: Tensor) -> Tensor:
-        """Return sum_h  w_h(x_t) * o_h(x_t)  W_O^h. The sum over heads is one product: W_O is [W_O^1 .. W_O^H]."""
-        return self.layer.proj(weighted(o, self.call.routing.weights))
+        """Return sum_h  w_h(x_t) * o_h(x_t)  W_O^h of the heads' outputs o [B, H, N, D]: [B, N, C].
+
+        One product sums over the heads, because the weight of `proj` is [W_O^1 .. W_O^H].
+        """
+        o = o.transpose(1, 2)  # [B, N, H, D]
+        weights = self.call.routing.weights  # [B or 1, N or 1, H]; None: every head counts as 1
+        if weights is not None:
+            o = o * weights.unsqueeze(-1).to(o.dtype)
+        return self.layer.proj(o.flatten(2))
 
 
 def attention_matrix(
@@ -49,7 +55,7 @@ def attention_matrix(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the matrix that multiplies v [B, h, M, D].
+    """Return softmax(scale * q k^T), which multiplies v [B, h, M, D].
 
     Args:
         q: [B, h, N, D].
@@ -71,24 +77,6 @@ def attention_matrix(
         scores = scores.masked_fill(~attn_mask, -float("inf"))
     else:
         scores = scores + attn_mask
+    # Rows without a visible key, whose softmax would be NaN.
     blind = scores.isneginf().all(-1, keepdim=True)
     return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-
-
-def weighted(o: Tensor, weights: Tensor | None) -> Tensor:
-    """Multiply outputs of heads by w_h(x_t), side by side: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D].
-
-    weights: None: every head counts as 1.
-    """
-    if weights is None:
-        return o.transpose(1, 2).flatten(2)
-    y = kernels.weigh(o, weights)
-    if y is not None:
-        return y
-    o = o.transpose(1, 2)  # [B, N, H, D]
-    weights = weights.unsqueeze(-1).to(o.dtype)
-    # Where no gradient can be asked for the result may overwrite o, which saves a pass over fresh memory.
-    in_place = type(o) is Tensor and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    if in_place:
-        return o.mul_(weights).flatten(2)
-    return (o * weights).flatten(2)

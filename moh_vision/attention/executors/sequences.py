@@ -1,4 +1,4 @@
-"""`Sequences`: heads chosen once for a sequence. Whole heads are left out, their keys and values too."""
+"""`Sequences` skips whole heads, keys and values included, where heads are chosen once for a sequence."""
 
 from torch import Tensor, nn
 
@@ -23,9 +23,9 @@ from moh_vision.attention.routing import Call
 
 
 class Sequences(Executor):
-    """Every sequence runs the same number K of heads. Where some run fewer, heads of weight 0 fill up.
+    """Computes K heads for every sequence. A sequence with fewer active heads also computes some of weight 0.
 
-    Only the products with the weights of these heads differ by call: `SlicedProducts` where one choice serves all
+    The products with the weights of these heads are made in one of three forms: `SlicedProducts` where one choice serves all
     sequences, `LookedUpProducts` on a GPU in inference, `GatheredProducts` elsewhere.
     """
 
@@ -45,7 +45,7 @@ class Sequences(Executor):
         if reason:
             return reason
         if not one_choice_for_all(call) and path_of(layer, call) == "triton":
-            # Gathered weights take more time there than all heads: only products that look heads up pay.
+            # On a GPU, products with gathered weights are slower than all heads; only `LookedUpProducts` are faster.
             reason = why_not_looked_up(layer, call)
         if not reason and compiling and call.routing.count is None:
             reason = "compiled, and the number of heads varies"
@@ -73,17 +73,18 @@ class Sequences(Executor):
         """Return the outputs of the heads that run [B, K, N, D]."""
         call = self.call
         mask = call.attn_mask
-        if mask is not None and mask.shape[1] > 1:  # of every head
+        if mask is not None and mask.shape[1] > 1:  # one mask per head: pick the heads that run
             B = q.shape[0]
             heads = self.products.heads.long().expand(B, -1)[:, :, None, None]
             mask = mask.expand(B, -1, -1, -1)
             mask = mask.gather(1, heads.expand(-1, -1, *mask.shape[2:]))
-        # In bfloat16, on a processor with such products, the operator takes half of PyTorch's time for 4,096 tokens.
+        # With 4,096 tokens in bfloat16 the operator takes half of PyTorch's time, on processors with bfloat16 products.
         if kernels.attend_path(q.device, q.dtype, q.shape[-1], mask, call.dropout_p) == "cpp":
             return kernels.attend_all(q, k, v, call.is_causal, mask)
         return attend(q, k, v, mask, call.is_causal, call.dropout_p)
 
     def combine(self, o: Tensor) -> Tensor:
+        """Weigh and project the outputs of the heads that run, o [B, K, N, D], to y [B, N, C]."""
         proj = self.layer.proj
         bias = cast_bias(proj.bias, o.dtype)
         return self.products.combine(o.transpose(1, 2), proj.weight, bias)

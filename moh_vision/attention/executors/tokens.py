@@ -1,4 +1,4 @@
-"""`Tokens`: heads chosen per token. Only the (head, sequence, token) pairs that run are computed, in C++."""
+"""`Tokens` computes only the (head, sequence, token) pairs that run, in C++, where heads are chosen per token."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +18,10 @@ from moh_vision.attention.routing import Call, Pairs
 
 
 class Tokens(Executor):
-    """Skips queries, attention and output projection, in float32. Other tokens need the keys and values of a head."""
+    """Skips queries, attention and output projection of a head for tokens that do not run it, in float32.
+
+    Keys and values are computed for all tokens and heads: the tokens that do run a head attend to all of them.
+    """
 
     def __init__(self, layer: nn.Module, call: Call):
         super().__init__(layer, call)
@@ -44,7 +47,7 @@ class Tokens(Executor):
         return share_in_float32(layer.head_dim)
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [P, D], k and v [B, G, M, D]."""
+        """Return q [P, D] of the pairs, k and v [B, G, M, D] of all heads."""
         layer = self.layer
         call = self.call
         context = call.x if call.context is None else call.context
@@ -53,7 +56,7 @@ class Tokens(Executor):
         k = layer.by_head(F.linear(context, *of_keys))
         v = layer.by_head(F.linear(context, *of_values))
         k, v = layer.prepare_keys_values(k, v, call)
-        # A norm leaves queries and keys in float32 under autocast. One context may serve all sequences.
+        # Under autocast a norm returns float32. The context may be one for all sequences, [1, M, C].
         B = call.x.shape[0]
         return q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
 
@@ -64,7 +67,7 @@ class Tokens(Executor):
         if call.q is None:
             q = kernels.project(call.x.flatten(0, 1), weight, bias, self.pairs, layer.num_heads)
         else:
-            q = kernels.select(call.q.transpose(1, 2), self.pairs, layer.num_heads)
+            q = kernels.select(call.q, self.pairs, layer.num_heads)
         angles = of_pairs(call.rotary, self.pairs, call.x)
         return layer.prepare_queries(q.unsqueeze(1), angles).squeeze(1)
 
@@ -76,7 +79,7 @@ class Tokens(Executor):
         return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask)
 
     def combine(self, o: Tensor) -> Tensor:
-        """Weigh o [P, D], and project and add up the heads of each token: [B, N, C]."""
+        """Weigh and project the outputs of the pairs, o [P, D], and sum over the heads of each token: y [B, N, C]."""
         layer = self.layer
         B, N, _ = self.call.x.shape
         gates = in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
@@ -89,7 +92,13 @@ class Tokens(Executor):
 def of_pairs(
     rotary: tuple[Tensor, Tensor] | None, pairs: Pairs, x: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Pick the cosines and sines of the pairs' tokens out of those of all tokens x [B, N, C]: [P, D] each."""
+    """Return the cosines and sines of each pair's token, [P, D] each.
+
+    Args:
+        rotary: cosines and sines of all tokens, see `HeadMixtureAttention.forward`, or None.
+        pairs: what runs.
+        x: the tokens [B, N, C]; only the shape is used.
+    """
     if rotary is None:
         return None
     B, N, _ = x.shape

@@ -1,4 +1,4 @@
-"""`WholeSequences`: heads chosen once for a sequence, all in C++."""
+"""`WholeSequences` skips whole heads, keys and values included, in C++, where heads are chosen once for a sequence."""
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from moh_vision.attention.routing import Call
 
 
 class WholeSequences(Tokens):
-    """The pairs of `Tokens`; keys and values too are those of heads that run, [1, X, M, D]."""
+    """Computes the pairs of `Tokens`, and keys and values of the X (head, sequence) pairs that run alone: [1, X, M, D]."""
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
@@ -28,7 +28,8 @@ class WholeSequences(Tokens):
         if one_choice_for_all(call):
             return "one choice serves all sequences, which plain products by a smaller weight do faster"
         path = path_of(layer, call)
-        if path == "triton":  # for those who read the table: what `Sequences` lacks comes first
+        if path == "triton":
+            # C++ runs nothing on a GPU. In the table of `measure`, the reason why `Sequences` cannot run is of more use.
             return why_not_looked_up(layer, call) or no_products(call)
         if path == "torch":
             return no_operator(layer, call)
@@ -40,7 +41,7 @@ class WholeSequences(Tokens):
         return ""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [P, D], k and v [1, X, M, D] of the X heads of sequences that run."""
+        """Return q [P, D], and k and v [1, X, M, D] of the X (head, sequence) pairs that run."""
         layer = self.layer
         call = self.call
         B, N, _ = call.x.shape
@@ -62,8 +63,9 @@ class WholeSequences(Tokens):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the outputs of the pairs [P, D]."""
         call = self.call
-        runs = self.pairs.offsets.diff() > 0  # whether a segment of pairs has any
-        source = runs.cumsum(0, dtype=torch.int32) - 1  # the keys and values that it reads
+        runs = self.pairs.offsets.diff() > 0  # [H * B], whether the head runs for the sequence
+        # [H * B], the index 0 .. X - 1 of the keys and values of each head and sequence in k and v.
+        source = runs.cumsum(0, dtype=torch.int32) - 1
         H = self.layer.num_heads
         N = call.x.shape[1]
         return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask, source)

@@ -1,19 +1,19 @@
-"""The operators under the executors that skip heads per token: C++ on a CPU, Triton on a GPU.
+"""The operators of executors that skip heads: in C++ on a CPU, in Triton on a GPU.
 
     route     tokens, W_router   -> gates, and the pairs that run (in `kernels.route`, for routers)
 
-In float32 on a CPU no product is made that is not needed:
+In float32 on a CPU the executors compute queries and outputs of the pairs that run alone:
 
     project   tokens, W_q        -> queries of the pairs that run
-    attend    queries, all K, V  -> their outputs
+    attend    queries, all K, V  -> outputs of these pairs
     combine   outputs, gates     -> y, through W_O
 
-On a GPU, and in 16 bits on a CPU, the products of all heads are the library's, and between them stands one operator:
+On a GPU, and in 16 bits on a CPU, PyTorch computes the linear layers for all heads, and between them there is one operator:
 
     attend_in_place   all Q, K, V, gates -> weighted outputs of the pairs that run, 0 elsewhere
 
-A pair is a (head, sequence, token) that runs; they come as a sorted list (`Pairs`), never padded. `eager` has the same in
-plain PyTorch. Letters as in `moh_vision.attention`; T = B * N tokens, P pairs.
+A pair is a (head, sequence, token) that runs. Pairs are a sorted list (`Pairs`) without padding. `eager` has the same
+operators in plain PyTorch. Letters are those of `moh_vision.attention`; T = B * N tokens, P pairs, G key-value heads.
 """
 
 import torch
@@ -37,12 +37,16 @@ def native(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _in_cpp(device: torch.device) -> bool:
-    # An exported model runs where the operators may be missing.
+    """Return whether the C++ operators run on a device.
+
+    An exported model does not call them, because it may run where they are not built.
+    """
     return device.type == "cpu" and path() == "cpp" and not torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace an operator that returns no tensor
 def _has_products(dtype: torch.dtype) -> bool:
+    """Return whether torch has matrix products of a 16-bit dtype (brgemm) for this processor, which the operators call."""
     return OPS.brgemm_available(dtype)
 
 
@@ -53,12 +57,12 @@ def attend_path(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> str:
-    """Return which operator attends for pairs: "cpp", "triton", or "torch" where none does.
+    """Return the path whose operator computes attention for pairs: "cpp", "triton", or "torch" if no operator can.
 
     Neither operator has dropout, or a gradient of the mask.
 
     Args:
-        device, dtype: where and in which numbers products are computed.
+        device, dtype: device and dtype of the products.
         head_dim: D.
         mask, dropout_p: see `Call`.
     """
@@ -75,7 +79,7 @@ def attend_path(
 
 
 def list_pairs(active: Tensor) -> Pairs:
-    """List the pairs that run, active [B, N, H]."""
+    """Return the list of pairs that run: active [B, N, H] -> `Pairs`."""
     if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
         return Pairs(*OPS.pairs(active))
     return eager.pairs(active)
@@ -84,18 +88,18 @@ def list_pairs(active: Tensor) -> Pairs:
 def attend_in_place(
     q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None
 ) -> Tensor:
-    """Attend with the pairs that run; weigh the outputs and put them where the output projection reads them.
+    """Compute attention for the pairs that run, and store the weighted outputs where the output projection reads them.
 
-    By Triton, or in 16 bits by C++. All tensors may have any strides: what lies in a product is not copied.
+    Triton does it, or C++ in 16 bits. Tensors may have any strides, so views of a larger product are not copied.
 
     Args:
         q: [B, H, N, D].
         k, v: [B, G, M, D].
-        routing: weights and active heads.
+        routing: weights and active heads, with the list of pairs if there is one.
         is_causal, mask: see `attend`.
 
     Returns:
-        [B, N, H*D], 0 where a head is off.
+        Outputs [B, N, H*D], 0 where a head is off.
     """
     B, _, N, _ = q.shape
     pairs = _pairs_of(routing, B, N)
@@ -115,10 +119,10 @@ def attend_product(
     is_causal: bool,
     mask: Tensor | None,
 ) -> Tensor:
-    """`attend_in_place` of queries, keys and values that are one product, whose gradient is one tensor too.
+    """Do as `attend_in_place` with queries, keys and values that are one tensor, whose gradient is one tensor too.
 
     Args:
-        product: [B, N, (H + 2 * G) * D].
+        product: [B, N, (H + 2 * G) * D], grouped q | k | v, and by head in each group.
         heads, kv_heads: H and G.
         routing, is_causal, mask: see `attend_in_place`.
     """
@@ -135,7 +139,7 @@ def attend_product(
 
 
 def _pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
-    """Return the pairs of a routing of so many sequences and tokens, listed where they are not yet."""
+    """Return the pairs of a routing for `batch` sequences of `tokens` tokens; list them if the router has not."""
     if routing.pairs is not None and routing.active.shape[:2] == (batch, tokens):
         return routing.pairs
     active = routing.active.expand(batch, tokens, -1)
@@ -147,7 +151,7 @@ def _pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
 
 
 def _with_rows(mask: Tensor | None, keys: int) -> Tensor | None:
-    """Return a mask as C++ reads it: bool or float32, and the M = `keys` numbers of a row side by side."""
+    """Return a mask as C++ reads it: bool or float32, with contiguous rows of M = `keys` elements."""
     if mask is None:
         return None
     if mask.dtype != torch.bool:
@@ -159,15 +163,19 @@ def _with_rows(mask: Tensor | None, keys: int) -> Tensor | None:
 
 
 def looks_up_heads(x: Tensor) -> bool:
-    """Return whether Triton multiplies each sequence by the weights of the heads that it runs; it has no gradients."""
+    """Return whether `project_heads` and `combine_heads` can be used for tokens x.
+
+    They multiply each sequence by the weights of the heads that it runs, in Triton and without gradients.
+    """
     on_gpu = path(x.device.type) == "triton" and not is_traced(x)
     return on_gpu and product_dtype(x) in DTYPES and not torch.is_grad_enabled()
 
 
 def fills_tiles(tokens: int) -> bool:
-    """Return whether the tiles of `project_heads` are nearly full with so many tokens.
+    """Return whether `tokens` tokens nearly fill the tiles of `project_heads`, which have 128 tokens each.
 
-    Measured on an H100, half of the heads: with 197 tokens, in tiles for 256, products of all heads are faster.
+    197 tokens, for example, do not fill two tiles. There, on an H100 with half of the heads active, products of all heads
+    were faster.
     """
     return -(-tokens // 128) * 128 <= 1.15 * tokens
 
@@ -175,7 +183,7 @@ def fills_tiles(tokens: int) -> bool:
 def plan_heads(
     active: Tensor, weights: Tensor, count: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepare a choice of heads for sequences for `project_heads` and `combine_heads`.
+    """Prepare `project_heads` and `combine_heads` for the heads that each sequence runs.
 
     Args:
         active, weights: [B, 1, H].
@@ -183,7 +191,7 @@ def plan_heads(
         head_dim: D.
 
     Returns:
-        The heads that run [B, K], and two tensors that only those operators read.
+        The heads that run [B, K], and two tensors that only `project_heads` and `combine_heads` read.
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -193,11 +201,12 @@ def plan_heads(
 def project_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and gated values [B, N, K, D] of the heads that each sequence runs.
+    """Compute queries, keys and gated values, [B, N, K, D] each, of the heads that each sequence runs.
 
     Args:
         x: [B, N, C].
-        weight, bias: [3 * H * D, C], grouped q | k | v and by head, and [3 * H * D] or None.
+        weight: [3 * H * D, C], grouped q | k | v, and by head in each group.
+        bias: [3 * H * D] or None.
         plan: see `plan_heads`.
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
@@ -215,7 +224,10 @@ def combine_heads(
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
-    """Multiply outputs of all heads [B, H, N, D] by weights [B, N or 1, H] -> [B, N, H*D]; None where no operator does."""
+    """Multiply outputs of all heads by weights: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D].
+
+    Return None if no operator can do it.
+    """
     if is_traced(o) or path(o.device.type) != "triton" or o.dtype not in DTYPES:
         return None
     if not works("weigh", o.device, o.dtype, weights.dtype):
@@ -226,7 +238,7 @@ def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
-    """Pick the queries of the pairs out of those of all heads: q [B, N, H, D] -> [P, D]."""
+    """Select the queries of the pairs from the queries of all heads: q [B, N, H, D] -> [P, D]."""
     return q.reshape(-1, q.shape[-1]).index_select(0, eager.rows_of_pairs(*pairs, heads))
 
 
@@ -235,12 +247,12 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads:
 
     Args:
         x: [T, C].
-        weight, bias: [H*D, C], and [H*D] or None, of all heads.
-        pairs: what runs.
+        weight, bias: W_q [H*D, C], and [H*D] or None, of all heads.
+        pairs: the pairs that run.
         heads: H.
 
     Returns:
-        [P, D]
+        Queries [P, D].
     """
     if native(x.device, product_dtype(x)):
         return OPS.project(x, weight, bias, *pairs, heads)
@@ -258,35 +270,39 @@ def attend(
     mask: Tensor | None = None,
     source: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the pairs to all keys of their sequence and head, in C++ and float32; scores are divided by sqrt(D).
+    """Compute attention of each pair to all keys of its sequence and head, in C++ and float32.
+
+    Scores are divided by sqrt(D).
 
     Args:
-        q: [P, D].
-        k, v: [B, G, M, D], G a divisor of H; with `source` of any sequences and heads, [1, X, M, D].
-        tokens: N; pair p is token token[p] % N of its sequence.
+        q: queries of the pairs [P, D].
+        k, v: [B, G, M, D], G a divisor of H; or [1, X, M, D], if `source` says which of the X each pair reads.
+        pairs: the pairs that run; pair p is token `pairs.token[p] % N` of its sequence.
+        heads, tokens: H and N.
         is_causal: a query at token n sees keys 0 .. n.
         mask: [B or 1, H or 1, N or 1, M], True (attend) or an additive float.
-        source: int32 [H * B], which of the X a segment of pairs reads.
+        source: int32 [H * B], for each segment of pairs (a head and a sequence) the index along X that it reads.
 
     Returns:
-        [P, D], not weighted; 0 where a query sees no key.
+        Outputs [P, D], not multiplied by gates; 0 where a query sees no key.
     """
     mask = _with_rows(mask, k.shape[2])
     return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
-    """Attention in C++ where every token has a query: q [B, K, N, D], k and v [B, K, M, D] -> [B, K, N, D]."""
+    """Compute attention in C++ for all tokens of all heads given: q [B, K, N, D], k and v [B, K, M, D] -> [B, K, N, D]."""
     B, K, N, D = q.shape
     M = k.shape[2]
-    # One segment of pairs for every head and sequence, as they follow one another in a list.
+    # In the list of pairs there is one segment of N pairs for each head and sequence.
     offsets = torch.arange(0, K * B * N + 1, N, dtype=torch.int32)
     if q.dtype != torch.float32:
         token = torch.arange(B * N, dtype=torch.int32).repeat(K)
         mask = _with_rows(mask, M)
         o = OPS.attend_in_place(q, k, v, None, token, offsets, is_causal, mask)[0]
         return o.view(B, N, K, D).transpose(1, 2)
-    S = B * K  # the operator sees one sequence with that many heads
+    # To the operator these are the heads of one sequence.
+    S = B * K
     token = torch.arange(N, dtype=torch.int32).repeat(S)
     if mask is not None and mask.shape[:2] != (1, 1):
         mask = mask.expand(B, K, -1, -1).flatten(0, 1).unsqueeze(0)
@@ -299,15 +315,17 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | 
 def combine(
     o: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads: int
 ) -> Tensor:
-    """Weigh the outputs of the pairs, send each through its head's part of W_O and add them up for every token.
+    """Multiply the outputs of the pairs by their gates and by their heads' columns of W_O, and sum them for each token.
 
     Args:
-        o: [P, D].
-        weights: [T, H], in float32 or better.
-        weight, bias: W_O [C, H*D] and [C] or None.
+        o: outputs of the pairs [P, D].
+        weights: gates [T, H], in float32 or wider.
+        weight, bias: W_O [C, H*D], and [C] or None.
+        pairs: the pairs that run.
+        heads: H.
 
     Returns:
-        [T, C].
+        y [T, C].
     """
     if native(o.device, product_dtype(o)):
         return OPS.combine(o, weights, weight, bias, *pairs, heads)

@@ -15,7 +15,7 @@ from moh_vision.common.progress import say
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    """Run the command; return its exit code: 0, 2 for a mistake that the user can mend, 130 if interrupted."""
 
     def work() -> None:
         parser = Parser(COMMAND, __doc__)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare_on_gpu() -> None:
-    """Print a line for each of Triton's kernels: does it compute what PyTorch does?"""
+    """Print a line for each Triton kernel that says whether it computes the same as PyTorch."""
     try:
         from moh_vision.attention.kernels.gpu import numerics  # imports Triton
     except ImportError:

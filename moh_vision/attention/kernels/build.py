@@ -1,7 +1,7 @@
-"""Compile, publish, find and load the C++ operators, and say which path runs.
+"""Compile, find and load the C++ operators, and choose the path of operators for a process: C++, Triton or PyTorch.
 
-The operators are compiled once on the user's machine by `python -m moh_vision.attention.kernels` and kept in the user's
-cache folder. They are never required: without them plain PyTorch does the same work, only slower.
+`python -m moh_vision.attention.kernels` compiles the C++ operators once on the user's machine and stores them in the
+user's cache folder. They are never required: without them plain PyTorch does the same work, only slower.
 """
 
 import fcntl
@@ -31,34 +31,36 @@ log = logging.getLogger("moh_vision.attention")
 COMMAND = "python -m moh_vision.attention.kernels"
 BUILDING = "building the C++ operators: up to a minute"
 VARIABLE = "MOH_VISION_KERNELS"
-# "auto": the first model that runs on a CPU builds the operators; set by commands, which may say "later" first.
+# Environment variable. "auto": the first model that runs on a CPU builds the operators. Commands set it to "auto", some to
+# "later" until their set-up is done.
 BUILD = "MOH_VISION_BUILD"
 SOURCES = Path(__file__).with_name("csrc")
-# The instruction set that torch's own kernels use decides; ATEN_CPU_CAPABILITY=avx2 asks both for a smaller one.
+# The operators are compiled for the instruction set that torch's own kernels use. ATEN_CPU_CAPABILITY=avx2 restricts
+# both to AVX2.
 ISA = {"AVX512": "avx512", "AVX2": "avx2"}
 ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "default": []}
 
-# By type of device, the wanted path first.
+# Type of device -> its paths, the preferred one first.
 PATHS = {
     "cpu": ("cpp", "torch"),
     "cuda": ("triton", "torch"),
 }
 
-_used: str | None = None  # what `use` was given
-_interprets = False  # Triton's interpreter runs, which takes tensors of any device; set by `use`
-_loaded = False
+_used: str | None = None  # the argument of `use`
+_interprets = False  # whether Triton's interpreter runs, on tensors of any device; set by `use`
+_loaded = False  # whether the C++ operators are in this process
 
 
 def path(device: str = "cpu") -> str:
     """Return the path of this process on a type of device.
 
-        "cpp"     compiled operators, on a CPU
+        "cpp"     compiled C++ operators, on a CPU
         "triton"  Triton's kernels, on a GPU; in Triton's interpreter also on a CPU, for tests
         "torch"   the same functions in plain PyTorch
 
-    Without `use` it is the first of these that is there. The choice is made at the first call, which logs it under
-    `moh_vision.attention` (a WARNING where operators for the CPU could be built), and stays: a library built meanwhile
-    does not change a process that runs.
+    If `use` has not been called, it is the first of these that is available. The first call chooses the path for the
+    rest of the process, even if the library is built meanwhile. It logs the choice under `moh_vision.attention`, as a
+    WARNING if C++ operators could be built.
     """
     if device not in PATHS:
         return "torch"
@@ -71,7 +73,7 @@ def path(device: str = "cpu") -> str:
 
 @torch.compiler.assume_constant_result
 def about(device: str = "cpu") -> str:
-    """Return the line that `path` logs where `use` is not called: which path it finds, and how to get the other."""
+    """Return the line that `path` logs if `use` is not called: the path that it finds, and how to change it."""
     return _find(device, os.environ.get(BUILD))[1]
 
 
@@ -79,7 +81,7 @@ def use(path: str | None) -> None:
     """Set the path of this process on the devices that have it, whatever the environment variable says.
 
     Args:
-        path: "cpp", "triton", "torch", or None: back to what `path` finds.
+        path: "cpp", "triton" or "torch"; None: the path that the function `path` finds.
     """
     global _used, _interprets
     if path not in ("cpp", "triton", "torch", None):
@@ -98,7 +100,7 @@ def use(path: str | None) -> None:
 
 @contextmanager
 def using(path: str) -> Iterator[None]:
-    """`use` a path for a while."""
+    """Return a context in which the process uses a path, see `use`."""
     before = _used
     use(path)
     try:
@@ -109,12 +111,12 @@ def using(path: str) -> Iterator[None]:
 
 @functools.cache
 def _runs_triton() -> bool:
-    """Return whether Triton's kernels can run in this process; then they are registered. On a GPU one is tried."""
+    """Return whether Triton's kernels can run in this process, and register them if so. On a GPU one kernel is tried."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
-        # This imports triton, which comes with torch for GPUs.
+        # The import needs the package triton, which torch for GPUs brings.
         from moh_vision.attention.kernels.gpu.check import problem
     except ImportError:
         return False
@@ -129,22 +131,25 @@ def _runs_triton() -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result  # as the path is
+@torch.compiler.assume_constant_result  # the result, like the path, does not change in a process
 def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Return whether one of Triton's kernels that nobody measures may run, see `gpu.check.works`."""
+    """Return whether a Triton kernel computes the same as PyTorch on a device, see `gpu.check.works`."""
     from moh_vision.attention.kernels.gpu import check  # imports Triton
 
     return check.works(kernel, device, *dtypes)
 
 
-@torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
+@torch.compiler.assume_constant_result  # the path does not change in a process
 def _found(device: str) -> str:
     return _find(device, os.environ.get(BUILD))[0]
 
 
 @functools.cache
 def _find(device: str, builds: str | None) -> tuple[str, str]:
-    """Choose the path and log it, once for a device; returns the path and the line. builds: the value of BUILD."""
+    """Choose the path for a type of device and log it; return the path and the line that was logged.
+
+    builds: the value of the environment variable BUILD.
+    """
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
         raise ValueError(
@@ -166,7 +171,7 @@ def _find(device: str, builds: str | None) -> tuple[str, str]:
         text = f"on the C++ operators; {VARIABLE}=off skips them"
     else:
         text = f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
-        if device == "cpu" and builds is None:  # the user has not said whether to build them
+        if device == "cpu" and builds is None:  # nobody has decided yet whether to build them
             level = logging.WARNING
     line = f"attention runs {text}"
     if device == "cuda":
@@ -176,9 +181,10 @@ def _find(device: str, builds: str | None) -> tuple[str, str]:
 
 
 def fused_attention() -> str:
-    """Return which backend PyTorch's own attention takes on the GPU at hand, in 16 bits without a mask, and the cuDNN.
+    """Return a text on the backend of PyTorch's own attention on this GPU, in 16 bits without a mask, and on cuDNN.
 
-    A system's CUDA libraries on LD_LIBRARY_PATH can bring another cuDNN, and with it a slower backend.
+    Users need the version of cuDNN because CUDA libraries of the system on LD_LIBRARY_PATH can replace torch's cuDNN, and
+    PyTorch may then take a slower backend.
     """
     q = torch.empty(1, 8, 256, 64, device="cuda", dtype=torch.float16)
     backend = SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
@@ -186,19 +192,19 @@ def fused_attention() -> str:
 
 
 def load() -> bool:
-    """Load the library if it is there; returns whether its operators are in this process. It never raises.
+    """Load the library if it exists; return whether its operators are in this process.
 
-    A library that cannot be loaded counts as absent, and a WARNING names the file and the error.
+    It never raises: a library that cannot be loaded counts as missing, and a WARNING names the file and the error.
     """
     global _loaded
     library = library_path()
     if not _loaded and os.path.isfile(library):
         try:
             torch.ops.load_library(library)
-            import moh_vision.attention.kernels.library  # noqa: F401  shapes and gradients of the operators
+            import moh_vision.attention.kernels.library  # noqa: F401  registers shapes and gradients
 
             _loaded = True
-        # OSError of the loader, or whatever a library throws while it registers.
+        # The loader raises OSError; registering the operators may raise anything.
         except Exception as error:
             log.warning(
                 f"{library} cannot be loaded ({error}); `{COMMAND} --force` builds it again"
@@ -207,17 +213,17 @@ def load() -> bool:
 
 
 def library_path() -> Path:
-    """Return CACHE/kernels/KEY/moh_vision_kernels.so; the key is of torch, the processor and the source code."""
+    """Return CACHE/kernels/KEY/moh_vision_kernels.so; the key depends on torch, the processor and the source code."""
     return cache_folder() / "kernels" / key() / "moh_vision_kernels.so"
 
 
 def build() -> str:
-    """Compile csrc/*.cpp into the library and publish it by a rename: other processes see all of it or nothing.
+    """Compile csrc/*.cpp into the library and rename it into the cache: other processes see the whole file or none.
 
-    A library that is there is replaced; processes that have loaded it keep theirs.
+    An older library is replaced; processes that have loaded it keep it.
 
     Returns:
-        The compiler that was used.
+        The command of the compiler that was used.
     """
     compiler = _compiler()
     library = library_path()
@@ -236,7 +242,10 @@ def build() -> str:
 def _built() -> bool:
     """Build the library if it is missing, a compiler is found, and no earlier build has failed.
 
-    Another process waits meanwhile.
+    If several processes call this, one builds and the others wait.
+
+    Returns:
+        Whether the library exists.
     """
     library = library_path()
     failure = library.with_name("compiler.log")
@@ -247,7 +256,7 @@ def _built() -> bool:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.with_name(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             if not (library.is_file() or failure.is_file()):
                 print(f"{BUILDING}, once; {BUILD}=off skips it", flush=True)
                 start = time.perf_counter()
@@ -260,7 +269,7 @@ def _built() -> bool:
 
 
 def _compiler() -> list[str]:
-    """Return the command of the C++ compiler: $CXX, else the first of c++, g++ and clang++ that is found."""
+    """Return the command of the C++ compiler: $CXX if it is set, else the first of c++, g++ and clang++ that exists."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         if not shutil.which(named[0]):
@@ -277,7 +286,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], scratch: Path, report: Path) -> Path:
-    """Compile all sources at once, each in a process of its own, and link them; returns the library, in `scratch`."""
+    """Compile the sources in parallel processes and link them; return the path of the library, in `scratch`."""
     home = Path(torch.__file__).parent
     sources = sorted(SOURCES.glob("*.cpp"))
     objects = [scratch / f"{source.stem}.o" for source in sources]
@@ -289,15 +298,15 @@ def _compile(compiler: list[str], scratch: Path, report: Path) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: _run(command, report), commands))
     library = scratch / "library.so"
-    # With "defs" a function that this torch does not export is an error here and not when the library is loaded.
+    # With "-z defs" a function that this torch does not export fails here, and not when the library is loaded.
     link = ["-shared", "-fopenmp", "-Wl,-z,defs", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
     _run([*compiler, *map(str, objects), *link, "-o", str(library)], report)
-    report.unlink(missing_ok=True)  # of an earlier failure
+    report.unlink(missing_ok=True)  # an earlier build may have failed and left it
     return library
 
 
 def _run(command: list[str], report: Path) -> None:
-    """Run a compiler; if it fails, keep all that it said in the file `report` and raise ValueError with the first error."""
+    """Run a compiler; if it fails, write its whole output to `report` and raise ValueError with the first error."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -319,7 +328,7 @@ def isa() -> str:
 
 def _flags() -> list[str]:
     """Return the compiler's flags: torch's C++ standard and ABI, and the instruction set."""
-    # torch names the standard that it was compiled with, which its headers need: 201703 or 202002.
+    # torch's headers need the C++ standard that torch was compiled with: 201703 or 202002.
     found = re.search(r"C\+\+ Version: 20(\d\d)", torch.__config__.show())
     standard = found[1] if found else 20
     return [
@@ -328,7 +337,7 @@ def _flags() -> list[str]:
         "-fopenmp",
         f"-std=c++{standard}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        "-DAT_PER_OPERATOR_HEADERS",  # a third of the time to compile
+        "-DAT_PER_OPERATOR_HEADERS",  # one header per operator, not one of all: much faster to compile
         "-ffp-contract=fast",
         *ISA_FLAGS[isa()],
     ]

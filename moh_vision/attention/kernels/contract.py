@@ -1,7 +1,7 @@
-"""What torch must know of the compiled operators, C++ and Triton, beside their code: gradients, and shapes.
+"""Register gradients and fake implementations (shapes without values) of compiled operators, C++ or Triton, with torch.
 
-Gradients are operators themselves, so autograd keeps what they read and nothing else. Under `create_graph=True` the
-gradient is that of the same function in PyTorch, which autograd differentiates again.
+The gradients are operators too, so autograd saves only what these read. Under `create_graph=True` gradients are computed
+through the same function in PyTorch, the oracle, because autograd can differentiate that again.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moh_vision.attention.kernels import eager
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256  # head width of Triton's kernels
+WIDEST = 256  # largest head width of Triton's kernels
 
 
 def differentiate(
@@ -29,13 +29,14 @@ def differentiate(
     """Register the gradient of an operator.
 
     Args:
-        name: name with that of its library, "moh_vision::attend".
-        oracle: the operator's function in PyTorch, of the same inputs; returns its differentiable outputs.
-        backward: function (gradients of the outputs, inputs, kept outputs) -> gradients of the first inputs, by an operator.
-        kept: indices of the outputs that `backward` reads.
+        name: name with its library's, such as "moh_vision::attend".
+        oracle: computes the same in PyTorch, from the same inputs; returns the differentiable outputs.
+        backward: calls the operator's backward: (gradients of the outputs, inputs, kept outputs) -> gradients of the
+            inputs. It may return fewer than there are inputs: the last ones have no gradient.
+        kept: indices of the outputs that are saved for `backward`.
         constant: indices of the outputs that have no gradient.
-        dropped: indices of the inputs that are not kept for `backward`, which gets None for them: they have no gradient.
-        reads_outputs: the oracle gets the list of kept outputs before the inputs.
+        dropped: indices of the inputs that are not saved for `backward`, which gets None for them; they have no gradient.
+        reads_outputs: the first argument of the oracle is the list of kept outputs; the inputs follow.
     """
 
     def keep(ctx, inputs, output):
@@ -54,7 +55,7 @@ def differentiate(
         saved = iter(ctx.saved_tensors)
         values = iter(ctx.values)
         inputs = [next(saved) if is_tensor else next(values) for is_tensor in ctx.is_tensor]
-        outputs = list(saved)  # those behind the inputs
+        outputs = list(saved)  # the kept outputs, which were saved after the inputs
         if torch.is_grad_enabled():
             function = oracle
             if reads_outputs:
@@ -69,14 +70,14 @@ def differentiate(
 
 
 def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> list[Tensor | None]:
-    """Compute the gradients of the oracle at `inputs`, with a graph through which they are differentiated again."""
+    """Compute the gradients of the oracle at `inputs`, with a graph, so that they can be differentiated again."""
     device = next(value.device for value in inputs if isinstance(value, Tensor))
     inputs = list(inputs)
-    indices = []  # of the inputs that want a gradient
-    wanted = []
+    indices = []  # indices of the inputs that require a gradient
+    wanted = []  # these inputs
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and value.requires_grad:
-            # A view each: where one tensor is two inputs, autograd must tell the two apart.
+            # A view for each input: if one tensor is passed as two inputs, autograd must tell the two apart.
             inputs[i] = value.view_as(value)
             indices.append(i)
             wanted.append(inputs[i])
@@ -85,7 +86,7 @@ def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> l
     differentiable = []
     their_grads = []
     for output, grad in zip(outputs, grads):
-        # An output may be constant: with one shared head and nothing else its gate is 1.
+        # An output may depend on no input: the gate of a single shared head without other heads is always 1.
         if grad is not None and output.requires_grad:
             differentiable.append(output)
             their_grads.append(grad)
@@ -99,11 +100,11 @@ def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> l
 
 
 def describe_route(library: str, lists_pairs: bool) -> None:
-    """Tell torch the shapes and gradients of a library's `route` and `route_backward`.
+    """Register shapes and gradients of a library's `route` and `route_backward`.
 
     Args:
-        library: "moh_vision".
-        lists_pairs: its last two outputs are the list of pairs.
+        library: name of the library, such as "moh_vision".
+        lists_pairs: the last two outputs of `route` are the list of pairs.
     """
     operators = getattr(torch.ops, library)
 
@@ -142,12 +143,12 @@ def describe_route(library: str, lists_pairs: bool) -> None:
 
 
 def describe_attend(library: str) -> None:
-    """Tell torch the shapes and gradients of a library's `attend_in_place` and `attend_product`, and of their backwards.
+    """Register shapes and gradients of a library's `attend_in_place` and `attend_product`, and of their backwards.
 
-    Their inputs and outputs are those of `kernels.gpu.library.attend` and `attend_product`.
+    Inputs and outputs are those of `kernels.gpu.library.attend` and `attend_product`.
 
     Args:
-        library: "moh_vision".
+        library: name of the library, such as "moh_vision".
     """
     operators = getattr(torch.ops, library)
     fake = torch.library.register_fake
@@ -207,9 +208,9 @@ def describe_attend(library: str) -> None:
 
 
 def attend_oracle(q, k, v, weights, token, offsets, is_causal, mask) -> tuple[Tensor]:
-    """`attend_in_place` in PyTorch: the outputs alone."""
+    """Compute the outputs of `attend_in_place` in PyTorch, without lse."""
     B, H, N, D = q.shape
-    token = token[: offsets[-1]]  # what follows the last pair means nothing
+    token = token[: offsets[-1]]  # elements after the last pair are undefined
     rows = eager.rows_of_pairs(token, offsets, H)
     queries = q.transpose(1, 2).reshape(-1, D).index_select(0, rows)
     o = eager.attend(queries, k, v, token, offsets, H, N, None, is_causal, mask)
@@ -220,7 +221,7 @@ def attend_oracle(q, k, v, weights, token, offsets, is_causal, mask) -> tuple[Te
 
 
 def attend_product_oracle(product, heads, kv_heads, *gates_and_lists) -> tuple[Tensor]:
-    """`attend_product` in PyTorch: the outputs alone."""
+    """Compute the outputs of `attend_product` in PyTorch, without lse."""
     return attend_oracle(*split_product(product, heads, kv_heads), *gates_and_lists)
 
 

@@ -1,7 +1,7 @@
-"""The operators in plain PyTorch: the compiled ones are compared with them, and differentiated twice by them.
+"""The operators in plain PyTorch. They compute all heads.
 
-`project` and `combine` also run beside the C++ `attend` in 16 bits, where the others do not. All compute all heads.
-`choose` of `gate_logits` is what routes where no compiled operator does.
+Tests compare the compiled operators with these functions, and second derivatives of the compiled operators are computed
+through them. Where there is no compiled operator, `choose` and `gate_logits` route, and `project` and `combine` run too.
 """
 
 import torch
@@ -16,7 +16,7 @@ torch.fx.wrap("select_top_k")  # a leaf while tracing
 
 
 def pairs(active: Tensor) -> Pairs:
-    """List the pairs that run, active [B, N, H]."""
+    """Return the list of pairs that run: active [B, N, H] -> `Pairs`."""
     B, N, _ = active.shape
     runs = active.permute(2, 0, 1)  # [H, B, N]
     offsets = F.pad(runs.sum(-1).flatten().cumsum(0), (1, 0))
@@ -25,7 +25,7 @@ def pairs(active: Tensor) -> Pairs:
 
 
 def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
-    """Return the head of every pair [P], int64."""
+    """Return the head of each pair: [P] int64."""
     per_head = offsets[:: (offsets.shape[0] - 1) // heads].diff()
     return torch.repeat_interleave(
         torch.arange(heads, device=token.device), per_head, output_size=token.shape[0]
@@ -38,7 +38,7 @@ def rows_of_pairs(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
 
 
 def scatter(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put values [P, D] at `rows` of [count, D], 0 elsewhere."""
+    """Return a tensor [count, D] with `values` [P, D] in the rows `rows`, and 0 elsewhere."""
     return values.new_zeros(count, values.shape[1]).index_copy(0, rows, values)
 
 
@@ -105,10 +105,10 @@ def choose(
     balanced: bool = False,
     padding_mask: Tensor | None = None,
 ) -> Routing:
-    """`route` from the outputs of the router's linear layer, [B, N, R], in plain PyTorch.
+    """Choose and weigh heads from the outputs of the router's linear layer; see `kernels.route.route`.
 
     Args:
-        rows: outputs of the layer.
+        rows: outputs of the layer, [B, N, R].
         candidates, shared, routed, gate_form, balanced: see `kernels.route.LinearRouter`.
         padding_mask: [B, N], True at padding.
     """
@@ -117,9 +117,9 @@ def choose(
     logits = rows[:candidates]  # [E, B, N]
     probs = logits.softmax(0)
     chosen = select_top_k(logits, routed)
-    selected = probs.masked_fill(~chosen, 0.0)  # probabilities of what runs
+    selected = probs.masked_fill(~chosen, 0.0)  # probabilities of the chosen candidates
 
-    # The factors of both groups first: on [B, N] they cost less than on all heads.
+    # Multiply the factors of a group with each other first, on [B, N], and the result with the group's heads.
     if balanced:
         alpha = rows[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
     else:
@@ -143,8 +143,9 @@ def choose(
         factor = alpha[1:]
         if gate_form == "released":
             factor = routed * factor
-            if routed < candidates:  # else the sum is 1, and rounding would spoil the identity
-                # The released code also clamps the sum; it is at least 1/E, because the largest p is in it.
+            # Where all candidates run, the sum is 1 but for rounding, and gates of equal logits must be exactly 1.
+            if routed < candidates:
+                # The released code clamps this sum. That has no effect: the sum has the largest p, so it is at least 1/E.
                 factor = factor / selected.sum(0, keepdim=True)
         elif gate_form == "renormalised":
             selected = selected / selected.sum(0, keepdim=True).detach()
@@ -156,7 +157,7 @@ def choose(
 
 
 def is_balanced(weight: Tensor, candidates: int, shared: int) -> bool:
-    """Return whether the router's weight [R, C] has two rows more, which balance shared and routed heads."""
+    """Return whether the router's weight [R, C] has the two further rows that balance shared and routed heads."""
     rows = candidates
     if shared > 1:
         rows += shared
@@ -164,7 +165,7 @@ def is_balanced(weight: Tensor, candidates: int, shared: int) -> bool:
 
 
 class FloatLinear(torch.autograd.Function):
-    """x W^T of 16-bit tokens in float32, which keeps the tokens for backward as they came and not as float32."""
+    """Compute x W^T of 16-bit tokens in float32, but save the 16-bit tokens for backward, which take half the memory."""
 
     generate_vmap_rule = True
 
@@ -179,16 +180,17 @@ class FloatLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
+        # The caller of backward may have enabled autocast.
+        with torch.autocast(x.device.type, enabled=False):
             dx = grad @ weight.float()
             dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
         return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
 def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
+    """Return x W^T + b in float32 or wider, also under autocast, because rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.is_meta:  # the meta device knows no autocast
+    if x.is_meta:  # torch.autocast does not accept the meta device
         return F.linear(x.to(dtype), weight.to(dtype), cast_bias(bias, dtype))
     captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
     with torch.autocast(x.device.type, enabled=False):
@@ -198,39 +200,39 @@ def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def heads_first(logits: Tensor) -> Tensor:
-    """Move heads to the front, [B, N, E] -> [E, B, N], in float32 or better and contiguous.
+    """Move heads to the front, [B, N, E] -> [E, B, N], in float32 or wider and contiguous.
 
-    A head's numbers lie side by side, so that what follows (a softmax over four heads, say) is vectorised over tokens:
-    on a CPU several times faster than with heads last, and routing must not cost what it is there to save.
+    Operations on the result, such as a softmax over four heads, are vectorised over tokens. On a CPU this is several times
+    faster than with heads last.
     """
     return in_float(logits).permute(2, 0, 1).contiguous()
 
 
 def heads_last(x: Tensor) -> Tensor:
-    """Move heads to the end, [E, B, N] -> [B, N, E], as everything outside the routers has it; a view."""
+    """Move heads to the end, [E, B, N] -> [B, N, E], the order outside the routers; returns a view."""
     return x.permute(1, 2, 0)
 
 
 def select_top_k(scores: Tensor, k: int) -> Tensor:
-    """Mark the k largest scores of each token: scores [E, B, N] -> bool [E, B, N], True exactly k times a token.
+    """Mark the k largest scores of each token: scores [E, B, N] -> bool [E, B, N], True exactly k times per token.
 
-    Among equal scores the lower index wins, so that a new router (all zeros) chooses the same on every device. NaN counts
-    as -inf.
+    Among equal scores the lower index wins, so a new router, whose scores are all 0, chooses the same heads on every
+    device. NaN counts as -inf.
     """
     if k == 0 or k == scores.shape[0]:
         return torch.full(scores.shape, k > 0, dtype=torch.bool, device=scores.device)
     lowest = -float("inf")
     scores = torch.nan_to_num(scores.detach(), nan=lowest, posinf=-lowest, neginf=lowest)
-    # What topk chooses among equal scores is not defined, but the k-th largest score is.
+    # Which of equal scores topk returns is undefined, but the value of the k-th largest is not.
     kth = scores.topk(k, dim=0)[0][-1:]  # [1, B, N]
     larger = scores > kth
     equal = scores == kth
-    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # for the first of the equal ones
+    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # equal scores that are chosen
     return larger | (equal & (equal.cumsum(0, dtype=torch.int32) <= left))
 
 
 def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
-    """Join shared heads, which run for all tokens, and chosen candidates [E, B, N]: which heads run [B, N, H]."""
+    """Return which heads run, [B, N, H]: the shared heads always, and then the `chosen` candidates [E, B, N]."""
     always = torch.ones(
         (num_shared, chosen.shape[1], chosen.shape[2]), dtype=torch.bool, device=chosen.device
     )
@@ -240,11 +242,11 @@ def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
 def top_k_stats(
     probs: Tensor, chosen: Tensor, logits: Tensor, num_shared: int, padding_mask: Tensor | None
 ) -> RoutingStats:
-    """Return the RoutingStats of shared heads followed by candidates, without padding.
+    """Return the RoutingStats of shared heads followed by candidates; padding is left out.
 
     Args:
-        probs, logits: [E, B, N].
-        chosen: [E, B, N], bool.
+        probs, logits: probabilities and logits of the candidates [E, B, N].
+        chosen: which candidates run [E, B, N], bool.
         num_shared: number of shared heads.
         padding_mask: [B, N], True at padding.
     """

@@ -1,6 +1,6 @@
-"""What torch must know of the C++ operators beside their code: shapes without values, and gradients.
+"""Register fake implementations (shapes without values) and gradients of the C++ operators with torch.
 
-Imported once the library is loaded (see `build.load`).
+`build.load` imports this module after it has loaded the library.
 """
 
 import torch
@@ -51,6 +51,9 @@ def _(active):
     token = active.new_empty(count, dtype=torch.int32)
     offsets = active.new_empty(H * B + 1, dtype=torch.int32)
     return token, offsets
+
+
+# Each function returns the gradients of an operator's inputs, see `contract.differentiate`, argument `backward`.
 
 
 def _project(grads, inputs, _):

@@ -1,8 +1,8 @@
-"""`route`: from tokens to the heads that run, for routers of one linear layer.
+"""Route tokens: find the gates and the heads that run, for routers of one linear layer.
 
-It is one operator on a GPU, in Triton (see `gpu.route`), one C++ operator on a CPU where the operators are built (see
-`build`), and plain PyTorch elsewhere. Logits may differ in the last bit between them, because they are summed in another
-order; equal logits rank the same.
+On a GPU this is one Triton operator (see `gpu.route`), on a CPU one C++ operator if it is built (see `build`), elsewhere
+plain PyTorch. The three may differ in the last bit of logits, because they sum in different orders. All rank equal logits
+the same.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ from moh_vision.attention.kernels.eager import choose, gate_logits
 from moh_vision.attention.linear import cast_bias, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
-MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
+MOST_ROWS = 256  # most rows of a router's weight whose logits fit in the registers of a GPU
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing
 
 
 class LinearRouter(NamedTuple):
-    """All that `route` needs beside tokens: a router of one linear layer.
+    """A router of one linear layer: all that `route` needs beside tokens.
 
     Fields:
-        weight: weight of the router [R, C]. Its rows are the E candidates, then the shared heads if there are several, then 2
-            that balance both groups if they are balanced.
+        weight: weight of the router [R, C]. Its rows are for the E candidates, then for the shared heads if there are at
+            least two, then, if `balanced`, two rows whose softmax weighs the groups of shared and of routed heads.
         candidates: E.
-        shared: heads that always run; the heads are these and then the candidates.
-        routed: how many candidates run.
-        gate_form: "released" or "paper": Jin 2024, see MoHRouter, which has the equations. "renormalised": Zhang 2022, the
-            probability over the detached sum of the chosen ones; only without shared heads.
-        balanced: there are shared heads and candidates, and weights for the balance of both groups.
+        shared: number of shared heads. They come first in the order of heads; the candidates follow.
+        routed: number of candidates that run for a token.
+        gate_form: "released" or "paper": the gates of Jin 2024, whose equations MoHRouter has. "renormalised": those of
+            Zhang 2022, a probability over the detached sum of the chosen probabilities; only without shared heads.
+        balanced: whether the weight has the two rows that balance shared and routed heads.
     """
 
     weight: Tensor
@@ -54,8 +54,8 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
         padding_mask: [B, N], True at padding, which is left out of the statistics.
 
     Returns:
-        The Routing, in float32 or better. The operators write gates below 1e-30 as 0, because products with denormal
-        numbers are slow. The operator in C++ also lists the pairs; on a GPU the executor that reads the list makes it.
+        The Routing, in float32 or wider. The operators write gates below 1e-30 as 0, because products with denormal
+        numbers are slow. The C++ operator also lists the pairs. On a GPU the executor that reads the list makes it.
     """
     operator = _operator(x, router.weight)
     if operator is None:
@@ -71,15 +71,15 @@ def project_and_route(
     router: LinearRouter,
     padding_mask: Tensor | None = None,
 ) -> tuple[Routing, Tensor] | None:
-    """Route tokens and multiply them by a weight, as one node of autograd; None where no operator does it.
+    """Route tokens and multiply them by a weight, as one node of autograd.
 
     Args:
         x: tokens [B, N, C].
-        weight, bias: [O, C], and [O] or None, of the product.
+        weight, bias: weight [O, C] and bias [O] (or None) of the product.
         router, padding_mask: see `route`.
 
     Returns:
-        The Routing, and x W^T + b [B, N, O] in the numbers of products.
+        The Routing, and x W^T + b [B, N, O] in the dtype of products; or None if no operator does both.
     """
     dtype = product_dtype(x)
     if dtype not in DTYPES or weight.dtype not in DTYPES or _path(x, router.weight) != "triton":
@@ -94,7 +94,7 @@ def project_and_route(
 
 
 def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
-    """Return the Routing that an operator's outputs are."""
+    """Make a Routing of the outputs of an operator."""
     weights, active, rows, probs, counts, *listed = outputs
     stats = RoutingStats(probs, counts, rows[..., : router.candidates])
     count = router.shared + router.routed
@@ -105,7 +105,7 @@ def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
 
 
 def _operator(x: Tensor, weight: Tensor):
-    """Return the operator that routes x, None where there is none."""
+    """Return the operator that routes x, or None if there is none."""
     route_path = _path(x, weight)
     if route_path == "cpp":
         return torch.ops.moh_vision.route
@@ -115,7 +115,7 @@ def _operator(x: Tensor, weight: Tensor):
 
 
 def _path(x: Tensor, weight: Tensor) -> str:
-    """Return which path has an operator that routes x: "cpp", "triton", or "torch" where none has."""
+    """Return the path whose operator routes x: "cpp", "triton", or "torch" if there is no operator."""
     if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return "torch"
     route_path = path(x.device.type)

@@ -1,20 +1,20 @@
 """Routers: `router(x, q=None, padding_mask=None) -> Routing`. A new one is a class in a file here and a line in ROUTERS.
 
-A router knows nothing of attention kernels; it looks at tokens and says which heads run and with what weight.
+A router knows nothing of attention kernels. It reads tokens, and answers which heads run and with what weight.
     x             tokens [B, N, C]
-    q             queries [B, H, N, D] as projected, where the router has `needs_query`
+    q             queries [B, H, N, D] as projected, if the router has `needs_query`
     padding_mask  [B, N], True at padding, which is left out of statistics (and of pooling)
 
-A router says five things of itself (`TopKRouter` says all of them where each token chooses its best heads):
-    budget        the HeadBudget that it was made with, or that `set_budgets` gave it since
-    needs_query   whether it looks at queries; the layer then projects them for all heads first
-    reads         "token": a token is routed by itself alone; "earlier": by itself and the tokens before it, and
-                  `resume(x, padding_mask, state) -> (Routing, state)` goes on where an earlier call ended, the state
-                  being tensors [B, ..] or, before the first token, None; "sequence": one choice from all tokens
-    all_heads     whether any head may run for any token, so that a budget that leaves heads out makes no sense
-    aux_loss      whose auxiliary losses it is trained with: "moh", "moa", or "" for none
-and one whose heads may be shared a sixth:
-    shared_share  share of shared heads among the active ones where a budget does not say
+A router has five attributes. `TopKRouter`, the base of routers whose tokens choose their best heads, has values for all:
+    budget        the HeadBudget of the constructor, or the one that `set_budgets` set later
+    needs_query   whether it reads queries; the layer then projects the queries of all heads before it calls the router
+    reads         what a choice depends on. "token": one token. "sequence": all tokens, which get one choice. "earlier": a
+                  token and those before it; such a router has `resume(x, padding_mask, state) -> (Routing, state)`, which
+                  continues after an earlier call. The state is None before the first token, then tensors [B, ..]
+    all_heads     whether any head may run for any token, so that no budget may leave heads out
+    aux_loss      the auxiliary losses for its training: those of "moh", of "moa", or "" for none
+Routers that can have shared heads have a sixth:
+    shared_share  share of shared heads among the active ones, for budgets that do not give it
 """
 
 from torch import nn
@@ -36,10 +36,10 @@ ROUTERS: dict[str, type[nn.Module]] = {
 
 
 def default_budget(router: str | None) -> float | None:
-    """Return the head_budget of a model with this router where none is given.
+    """Return the head_budget for models with this router whose user gives none.
 
-    None: the router runs all heads, takes no head_budget, and all heads count as shared. A router that is not known
-    has the share of the others; the layer refuses it.
+    None: the router runs all heads and takes no head_budget; all heads count as shared. An unknown router gets the usual
+    share here, because the layer is what refuses it.
     """
     if router in ROUTERS and ROUTERS[router].all_heads:
         return None
@@ -47,5 +47,5 @@ def default_budget(router: str | None) -> float | None:
 
 
 def shared_share(router: str | None) -> float:
-    """Return the share of shared heads among the active ones where a budget does not say it, for `resolve_budget`."""
+    """Return the share of shared heads among the active ones for budgets that do not give it, see `resolve_budget`."""
     return getattr(ROUTERS.get(router), "shared_share", SHARED_SHARE)

@@ -1,4 +1,4 @@
-"""What routers share: their linear layers, budgets that can be changed, and means over tokens."""
+"""Parts that several routers use: a base class, their linear layer, and means over tokens."""
 
 import torch
 import torch.fx
@@ -9,12 +9,12 @@ from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
 
-# A leaf while tracing; fx needs to be told in every module that calls it.
+# A leaf while fx traces; `wrap` is needed in every module that calls the function.
 torch.fx.wrap("gate_logits")
 
 
 class TopKRouter(nn.Module):
-    """Base of routers whose tokens choose the best heads: the numbers of their budget, which `set_budgets` may change."""
+    """Base of routers whose tokens choose their best heads. Holds the budget, which `set_budgets` may replace."""
 
     needs_query = False
     reads = "token"
@@ -27,38 +27,38 @@ class TopKRouter(nn.Module):
         self.budget = budget
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
-        """Return all that the router does with tokens x [.., C].
+        """Return the router as one linear layer with tokens x [.., C] as input, for operators that route.
 
-        None: the router is more than one linear layer, or its modules must be called.
+        None: the router does more than one linear layer does, or its modules must be called.
         """
         return None
 
     @property
     def routes_linearly(self) -> bool:
-        """Whether one class defines both `forward` and `as_linear`: a subclass's `forward` may route otherwise."""
+        """Return whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone."""
         owner = next(cls for cls in type(self).__mro__ if "forward" in vars(cls))
         return "as_linear" in vars(owner)
 
     @property
     def num_shared(self) -> int:
-        """Heads that run for every token."""
+        """Return the number of heads that run for every token."""
         return self.budget.shared
 
     @property
     def num_candidates(self) -> int:
-        """Heads that tokens choose among."""
+        """Return the number of heads that tokens choose among."""
         return self.budget.candidates
 
     @property
     def num_routed(self) -> int:
-        """Candidates that run for a token."""
+        """Return the number of candidates that run for one token."""
         return self.budget.routed
 
 
 class GateLinear(nn.Linear):
-    """A router's linear layer. Its outputs are in float32 or better.
+    """A router's linear layer, with outputs in float32 or better.
 
-    Dynamic quantisation replaces layers of the class nn.Linear alone, so routers stay as they are.
+    Dynamic quantisation replaces only modules whose class is exactly nn.Linear, so it leaves routers unquantised.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,12 +66,12 @@ class GateLinear(nn.Linear):
 
 
 def no_logits(x: Tensor) -> Tensor:
-    """Return logits [B, N, 0], for a layer that routes nothing."""
+    """Return empty logits [B, N, 0], for a layer without candidates."""
     return in_float(x.new_zeros(x.shape[0], x.shape[1], 0))
 
 
 def real_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Return 1 where a token is real and 0 at padding: x [B, N, C], padding_mask [B, N] -> [B, N, 1] of the dtype of x."""
+    """Return 1 for tokens and 0 for padding, in the dtype of x: x [B, N, C], padding_mask [B, N] -> [B, N, 1]."""
     if padding_mask is None:
         return torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
     return (~padding_mask).unsqueeze(-1).to(x.dtype)
@@ -90,18 +90,18 @@ def masked_mean(x: Tensor, padding_mask: Tensor | None) -> Tensor:
 def causal_mean(
     x: Tensor, window: int, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Average every token and those before it, without padding, in float32 or better.
+    """Return for every token the mean of it and the tokens before it, without padding, in float32 or better.
 
     Args:
         x: [B, N, C].
-        window: how many positions the mean reaches over, this token's with them; 0: all.
+        window: number of positions in the mean, the token's own included; 0: all positions so far.
         padding_mask: [B, N], True at padding.
-        state: what an earlier call returned for the tokens before x: vectors [B, T, C], and the number of tokens that each
-            of them stands for [B, T, 1]. Without a window T is 1, and the vector is the sum of all tokens; with a window
-            the vectors are the last window - 1 tokens, 0 at padding.
+        state: the state that an earlier call returned, for the tokens before x; None: there are none. It has vectors
+            [B, T, C] and, for each vector, the number of tokens in it [B, T, 1]. Without a window T is 1 and the vector is
+            the sum of all tokens so far; with a window the vectors are the last window - 1 tokens, 0 at padding.
 
     Returns:
-        the means [B, N, C], and the state after x.
+        The means [B, N, C], and the state after x.
     """
     x = in_float(x)
     real = real_tokens(x, padding_mask)

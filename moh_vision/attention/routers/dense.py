@@ -1,4 +1,4 @@
-"""No routing."""
+"""`DenseRouter`: all heads run, without routing."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from moh_vision.attention.routing import Routing, RoutingStats
 
 
 class DenseRouter(nn.Module):
-    """Plain multi-head attention: every head of every token, weight 1, nothing computed. All heads must be shared."""
+    """Runs every head for every token with weight 1: plain multi-head attention. The budget must share all heads."""
 
     needs_query = False
     reads = "token"

@@ -1,4 +1,4 @@
-"""Batch norm of what MAE's gates read: over all processes, and blind to later tokens where gates are causal."""
+"""`GateNorm`: the batch norm before MAE's gates. It is synchronised over processes, and can be causal."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from moh_vision.attention.linear import in_float
 from moh_vision.attention.routers.common import real_tokens
 
-torch.fx.wrap("moments")  # leaves while tracing
+torch.fx.wrap("moments")  # leaves while fx traces
 torch.fx.wrap("normalise")
 torch.fx.wrap("recomputing")
 
@@ -17,28 +17,29 @@ torch.fx.wrap("recomputing")
 class GateNorm(_NormBase):
     """Batch norm with the parameters and buffers of nn.BatchNorm1d, for pooled vectors [B, P, C].
 
-    Statistics are those of all processes, if torch.distributed is initialised. SyncBatchNorm, which does so on a GPU
-    only, does not convert this class, and need not.
+    Batch statistics are all-reduced over processes if torch.distributed is initialised. nn.SyncBatchNorm does so on a GPU
+    only; its `convert_sync_batchnorm` leaves this class as it is.
 
     Args:
         dim: C.
-        causal: P is tokens, and vector n must not learn of those after it. Batch statistics would tell it, so training
-            too normalises with the running ones, as they were before this forward; they then follow the unpadded
-            vectors, without a gradient. False: in training the batch's own statistics, as usual; where all processes
-            together have one vector, which has no spread, the running ones.
+        causal: True: P counts tokens, and the output for one token must not depend on later tokens, as it would through
+            batch statistics. Training therefore normalises with the running statistics from before this forward, and
+            then updates them with the unpadded vectors, without a gradient. False: training normalises with the batch
+            statistics, as usual; if all processes together have a single vector, whose variance is 0, with the running
+            ones.
     """
 
     def __init__(self, dim: int, causal: bool, device=None, dtype=None):
         super().__init__(dim, device=device, dtype=dtype)
         self.causal = causal
-        # False: the statistics of this process, which runs the layer alone.
+        # False: no all-reduce, because this process alone runs the layer (see `trial.copied`).
         self.over_processes = True
-        # What a causal training forward took, for its repetition by activation checkpointing.
+        # Statistics that the last causal training forward used; activation checkpointing repeats it with the same.
         self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
         self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Normalise x [B, P, C], in float32 or better; padding_mask [B, P], True at padding."""
+        """Normalise x [B, P, C], in float32 or better; padding_mask [B, P] is True at padding."""
         if not self.training:
             return normalise(
                 x, self.running_mean, self.running_var, self.weight, self.bias, self.eps
@@ -47,21 +48,22 @@ class GateNorm(_NormBase):
             mean, var, n = moments(x.detach(), padding_mask, self.over_processes)
         else:
             mean, var, n = moments(x, padding_mask, self.over_processes)
-        again = recomputing()
+        again = recomputing()  # then no statistics are updated a second time
         if self.causal:
             if not again:
                 self.taken_mean.copy_(self.running_mean)
                 self.taken_var.copy_(self.running_var)
-            # Copies: the graph keeps what it is given, and the buffers move on.
+            # Clones, because autograd keeps these tensors for backward, and the next forward overwrites the buffers.
             y = normalise(
                 x, self.taken_mean.clone(), self.taken_var.clone(), self.weight, self.bias, self.eps
             )
         else:
+            # n is 1 where all processes together have one vector.
             mean = torch.where(n > 1, mean, self.running_mean.to(mean.dtype))
             var = torch.where(n > 1, var, self.running_var.to(var.dtype))
             y = normalise(x, mean, var, self.weight, self.bias, self.eps)
         if not again:
-            step = self.momentum * (n > 1).to(mean.dtype)
+            step = self.momentum * (n > 1).to(mean.dtype)  # 0: one vector updates nothing
             unbiased = var.detach() * n / (n - 1).clamp_min(1)
             mean_step = step * (mean.detach() - self.running_mean)
             var_step = step * (unbiased - self.running_var)
@@ -89,9 +91,9 @@ def normalise(
 def moments(
     x: Tensor, padding_mask: Tensor | None, over_processes: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], biased variance [C] and number [] of the unpadded vectors x [B, P, C] of all processes.
+    """Return mean [C], biased variance [C] and number [] of the unpadded vectors of x [B, P, C], over all processes.
 
-    Two passes: a mean square less a squared mean would lose the digits of a small variance.
+    The variance takes a second pass over x, because the mean square minus the squared mean would lose it to rounding.
     """
     x = in_float(x)
     real = real_tokens(x, padding_mask)
@@ -105,7 +107,7 @@ def moments(
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum over processes. The gradient is such a sum too: the loss of every process depends on the input of each."""
+    """All-reduce (sum). Backward all-reduces the gradient too, because the loss of every process depends on each input."""
 
     @staticmethod
     def forward(ctx, x):
@@ -119,7 +121,7 @@ class AllReduce(torch.autograd.Function):
 
 
 def summed(x: Tensor, over_processes: bool) -> Tensor:
-    """Return the sum of x over processes, or x itself."""
+    """Return the sum of x over processes if `over_processes` and there are several; else x itself."""
     if not over_processes or not dist.is_available() or not dist.is_initialized():
         return x
     if dist.get_world_size() == 1:
@@ -128,5 +130,5 @@ def summed(x: Tensor, over_processes: bool) -> Tensor:
 
 
 def recomputing() -> bool:
-    """Return whether this forward runs inside a backward: activation checkpointing repeats it, and must get the same."""
+    """Return whether this forward runs inside a backward, where activation checkpointing repeats an earlier forward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

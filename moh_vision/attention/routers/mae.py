@@ -1,4 +1,4 @@
-"""A mixture of h - 1 (or h - t) heads, Peng 2020."""
+"""`MAERouter`: a mixture of experts, each of which is h - 1 (or h - t) of the h heads. Peng 2020."""
 
 import math
 from itertools import combinations
@@ -29,34 +29,34 @@ torch.fx.wrap("causal_mean")
 
 
 class MAERouter(nn.Module):
-    """Experts are all ways to leave out t of h heads; a gate on the pooled sequence mixes them (Peng 2020, eq. 5 and 6).
+    """Mixes experts, one for each choice of t of the h heads to leave out, by a gate on the pooled sequence.
 
-    Expert S (a set of h - t heads) is h / (h - t) times the sum of its heads, so the mixture with gate g weighs head j
-    by h / (h - t) * (sum of g_S over the S that contain j): plain attention for a uniform g. The gate is a mean over
-    the unpadded tokens, batch norm, a 256-unit tanh layer, dropout, softmax; one choice for the whole sequence.
+    Peng 2020, eq. 5 and 6. Expert S (a set of h - t heads) is h / (h - t) times the sum of its heads. The mixture with gate
+    g therefore weighs head j by h / (h - t) * (sum of g_S over the experts S that contain j); a uniform g gives plain
+    attention. The gate is: mean over the unpadded tokens, batch norm, a tanh layer of 256 units, dropout, a linear layer,
+    softmax. There is one gate, and so one choice of heads, for the whole sequence.
 
-    Causal models cannot pool a sequence that is not there yet: with pool "running" or "window" every token has a gate
-    of its own, from the mean of the tokens up to it, and the choice is [B, N, H]. The batch norm then always normalises
-    with its running statistics (see `GateNorm`), for those of the batch would tell a token what comes after it.
+    Causal models must not pool later tokens. With pool "running" or "window" each token has its own gate, computed from
+    the mean of the tokens up to it, and weights are [B, N, H]. The batch norm then always normalises with its running
+    statistics (see `GateNorm`), because batch statistics would carry information about later tokens.
 
-    `mode` says what is done with g:
-        "soft"      the mixture: the G step, and testing
-        "sampled"   one expert drawn from g, no gradient into the gate: the F step
+    `mode` is how g is used:
+        "soft"      the mixture: in the G step, and in testing
+        "sampled"   one expert drawn from g, without a gradient into the gate: in the F step
         "uniform"   g = 1 / experts; in training one uniformly drawn expert
         "argmax"    the most probable expert
         "random"    one uniformly drawn expert, also in testing
-    Modes "uniform" and "random" do not compute the gate. A router made with mode "uniform" (UNI-MAE) has none.
-    An expert is drawn for every gate: one for a sequence ("different experts can be sampled for different instances",
-    footnote 6, because g depends on the input), and with a causal pool, where g depends on the position, one for every
-    token. The paper leaves open whether batch statistics are taken in the F step; here they are, as in any training
-    forward.
+    Modes "uniform" and "random" do not compute the gate. A router made with mode "uniform" (UNI-MAE) has no gate at all.
+    One expert is drawn for each gate: one for a sequence, as in the paper ("different experts can be sampled for different
+    instances", footnote 6); with a causal pool, where each token has a gate, one for each token. The paper does not say
+    whether the batch norm uses batch statistics in the F step; here it does, as in any training forward.
 
     Args:
         dim: C, width of the tokens.
-        budget: all heads shared: every head may run.
+        budget: must share all heads, because every head may run.
         leave_out: t, 1 for MAE-7 of 8 heads, 2 for MAE-6.
-        pool: what the gate reads: "sequence"; or the tokens so far, "running", or their last 100, "window" (appendix A,
-            language models).
+        pool: tokens whose mean the gate reads: "sequence": all; "running": those so far; "window": the last 100 so far
+            (the latter two for language models, appendix A).
         dropout: dropout of the hidden layer.
         mode: see above.
     """
@@ -110,12 +110,12 @@ class MAERouter(nn.Module):
         self.set_mode(mode)
 
     def init_non_persistent_buffers(self) -> None:
-        """Compute `members`, which no checkpoint has. timm's `reinit_non_persistent_buffers(model)` calls this."""
+        """Compute `members`, which checkpoints do not have. timm's `reinit_non_persistent_buffers(model)` calls this."""
         left_out = list(combinations(range(self.members.shape[1]), self.leave_out))
         self.members.fill_(1).scatter_(1, torch.tensor(left_out, device=self.members.device), 0)
 
     def set_mode(self, mode: str) -> None:
-        """Choose among MODES."""
+        """Set the mode, one of MODES; a router without a gate takes only those in UNGATED."""
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
         if self.out is None and mode not in UNGATED:
@@ -127,7 +127,7 @@ class MAERouter(nn.Module):
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """Route x [B, N, C]; padding_mask [B, N], True at padding. Weights are [B, 1, H], or [B, N, H] for causal pools."""
+        """Route x [B, N, C]; padding_mask [B, N] is True at padding. Weights are [B, 1, H], for causal pools [B, N, H]."""
         if self.pool == "sequence":
             return self._choose(masked_mean(x, padding_mask), None)  # [B, 1, C]
         means, _ = causal_mean(x, self.window, padding_mask, None)  # [B, N, C]
@@ -136,12 +136,13 @@ class MAERouter(nn.Module):
     def resume(
         self, x: Tensor, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
     ) -> tuple[Routing, tuple[Tensor, Tensor]]:
-        """Route tokens x [B, N, C] that follow those of `state`; also return the new state. Causal pools only."""
+        """Route tokens x [B, N, C] after those in `state`; also return the state after x. Causal pools only."""
         pooled, state = causal_mean(x, self.window, padding_mask, state)
+        # Clones, because the state's tensors are views of larger ones, which would stay in memory.
         return self._choose(pooled, padding_mask), (state[0].clone(), state[1].clone())
 
     def _choose(self, pooled: Tensor, padding_mask: Tensor | None) -> Routing:
-        """Weigh and choose the heads by pooled vectors [B, P, C], P = 1 or N; padding_mask [B, P]."""
+        """Return weights and active heads for pooled vectors [B, P, C], P = 1 or N; padding_mask [B, P] or None."""
         logits = self._gate(pooled, padding_mask)  # [B, P, experts]
         probs = logits.softmax(-1)
         members = self.members.to(probs.dtype)
@@ -167,17 +168,17 @@ class MAERouter(nn.Module):
 
     @torch.no_grad()
     def _one_expert(self, probs: Tensor) -> Tensor:
-        """Return gates of one expert each, the most probable or a drawn one: [B, P, experts] of 0 and 1."""
+        """Return gates that are 1 for one expert, the most probable or a drawn one, and 0 for others: [B, P, experts]."""
         if self.mode == "argmax":
             expert = probs.argmax(-1, keepdim=True)
         else:
-            # The training loop skips a loss that is not finite; multinomial would end the process.
+            # NaN gives a NaN loss, which the training loop skips. Without nan_to_num, multinomial would end the process.
             odds = torch.nan_to_num(probs, nan=1.0)
             expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
         return torch.zeros_like(probs).scatter(-1, expert, 1.0)
 
     def _gate(self, pooled: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """Return the logits of the experts for pooled vectors [B, P, C]: [B, P, experts], 0 without a gate."""
+        """Return the logits of the experts for pooled vectors [B, P, C]: [B, P, experts], all 0 in modes without a gate."""
         if self.mode in UNGATED:
             shape = (pooled.shape[0], pooled.shape[1], self.members.shape[0])
             return no_logits(pooled).new_zeros(shape)

@@ -1,4 +1,4 @@
-"""Mixture of Attention Heads, Zhang 2022."""
+"""`MoARouter`: Mixture of Attention Heads, Zhang 2022."""
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,16 @@ from moh_vision.attention.routing import Routing
 
 
 class MoARouter(TopKRouter):
-    """The k most probable of E experts (Zhang 2022, eq. 7 to 9); the layer gives them one shared key-value head.
+    """Chooses the k most probable of E experts (Zhang 2022, eq. 7 to 9). In the paper all experts share one key-value head.
 
-    p = softmax(x W_g), w_i = p_i / Detach(sum of the selected p). W_g starts at zero.
+    p = softmax(x W_g), w_i = p_i / Detach(sum of the selected p). W_g is initialised to zero.
 
     Args:
         dim: C, width of the tokens.
         budget: heads = E, head_dim = D, shared = 0, routed = k.
-        renormalise: False: w_i = p_i, as in the published code.
-        noisy: in training, add noise of a learned scale to the logits before choosing (eq. 3; off in the paper's runs).
+        renormalise: True: the weights above; False: w_i = p_i, as in the published code.
+        noisy: in training, add noise of a learned scale to the logits before experts are chosen (eq. 3; the paper's runs do
+            not).
     """
 
     aux_loss = "moa"
@@ -48,7 +49,7 @@ class MoARouter(TopKRouter):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Zeros: all experts alike. Models call this after their own initialisation of linear layers."""
+        """Set the weights to zero: all experts are equally probable. Models call this after initialising linear layers."""
         nn.init.zeros_(self.gate.weight)
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)
@@ -56,7 +57,7 @@ class MoARouter(TopKRouter):
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """Route x [B, N, C]; padding_mask [B, N], True at padding."""
+        """Route x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         router = self.as_linear(x)
         if router is not None:
             return route(x, router, padding_mask)
@@ -64,19 +65,20 @@ class MoARouter(TopKRouter):
         if self.is_noisy:
             noise = torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
             logits = logits + noise
-        return choose(logits, *self.numbers, padding_mask=padding_mask)
+        return choose(logits, *self.settings, padding_mask=padding_mask)
 
     @property
     def is_noisy(self) -> bool:
+        """Return whether a call now adds noise to the logits."""
         return self.noise is not None and self.training
 
     @property
-    def numbers(self) -> tuple[int, int, int, str]:
-        """What a `LinearRouter` knows beside its weight."""
+    def settings(self) -> tuple[int, int, int, str]:
+        """Return the fields of a `LinearRouter` after its weight, which are also arguments of `choose`."""
         gate_form = "renormalised" if self.renormalise else "paper"
         return self.num_candidates, 0, self.num_routed, gate_form
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
         if self.is_noisy or not plain(self.gate, GateLinear):
             return None
-        return LinearRouter(self.gate.weight, *self.numbers)
+        return LinearRouter(self.gate.weight, *self.settings)

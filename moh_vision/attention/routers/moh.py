@@ -1,4 +1,4 @@
-"""Mixture-of-Head attention, Jin 2024."""
+"""`MoHRouter`: Mixture-of-Head attention, Jin 2024."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ GATE_SCALES = ("released", "paper")
 
 
 class MoHRouter(TopKRouter):
-    """Shared and routed heads with two-stage gates (Jin 2024, eq. 5 and 6).
+    """Weighs shared heads and the chosen routed heads by two-stage gates (Jin 2024, eq. 5 and 6).
 
     The weight of shared head i and of routed head j of token x, with k heads routed among E candidates, is
 
@@ -23,9 +23,10 @@ class MoHRouter(TopKRouter):
         paper:       a_1 *       softmax(W_s x)_i          a_2 * p_j
         p = softmax(W_r x) over all E candidates;  [a_1, a_2] = softmax(W_h x)
 
-    "released" is the published code, which official checkpoints need: with zero weights and all heads active every
-    gate is 1, and the layer is plain multi-head attention. Where only shared or only routed heads exist there is
-    nothing to balance and 2a (released) or a (paper) is 1. One shared head needs no softmax, hence no W_s.
+    Here h_s is the number of shared heads. "released" is the formula of the published code, which official checkpoints
+    need. With zero weights and all heads active it makes every gate 1, and the layer plain multi-head attention. If all
+    heads are shared or none is, there is no W_h, and 2a (released) or a (paper) is 1. One shared head needs no W_s, because
+    its softmax is 1.
 
     Args:
         dim: C, width of the tokens.
@@ -72,17 +73,17 @@ class MoHRouter(TopKRouter):
         if router is not None:
             return route(x, router, padding_mask)
         logits = torch.cat([linear(x) for linear in self.linears], -1)
-        return choose(logits, *self.numbers, padding_mask)
+        return choose(logits, *self.settings, padding_mask)
 
     @property
     def linears(self) -> list[nn.Module]:
-        """W_r, W_s and W_h, as far as they exist."""
+        """Return W_r, W_s and W_h, without those that do not exist."""
         every = (self.routed, self.shared, self.balance)
         return [linear for linear in every if linear is not None]
 
     @property
-    def numbers(self) -> tuple[int, int, int, str, bool]:
-        """What a `LinearRouter` knows beside its weight."""
+    def settings(self) -> tuple[int, int, int, str, bool]:
+        """Return the fields of a `LinearRouter` after its weight, which are also arguments of `choose`."""
         gate_form = "released" if self.released else "paper"
         balanced = self.balance is not None
         return self.num_candidates, self.num_shared, self.num_routed, gate_form, balanced
@@ -91,11 +92,11 @@ class MoHRouter(TopKRouter):
         linears = self.linears
         if not all(plain(linear, GateLinear) for linear in linears):
             return None
-        # [E + h_s + 2, C]: one product, because all read the same tokens.
+        # One weight [E + h_s + 2, C] for one product, because all of them read the same tokens.
         if not linears:
             weight = x.new_zeros((0, x.shape[-1]))
         elif len(linears) == 1:
             weight = linears[0].weight
         else:
             weight = torch.cat([linear.weight for linear in linears])
-        return LinearRouter(weight, *self.numbers)
+        return LinearRouter(weight, *self.settings)

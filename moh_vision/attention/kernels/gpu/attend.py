@@ -1,13 +1,14 @@
-"""Attention of the pairs of heads and tokens that run, times their gates, in Triton: forward, and what launches share.
+"""Attention for the active (head, token) pairs, multiplied by their gates, in Triton: the forward pass and its launch.
 
-Letters as in `moh_vision.attention.kernels`. Segment s = h * B + b of the list holds the tokens of sequence b that run
-head h. A tile is up to BLOCK_M neighbouring pairs of one segment: its queries lie apart in memory, and all of them read
-the keys and values of sequence b and head h. A program computes a tile: all keys, then gate, then store. The grid is an
-upper bound known from shapes: programs find their tile from `offsets` and stop where there is none.
+Letters are those of `moh_vision.attention.kernels`. Segment s = h * B + b of the list of pairs holds the tokens of
+sequence b that run head h. A tile is up to BLOCK_M consecutive pairs of one segment. Its queries are not contiguous in
+memory, but all of them read the keys and values of sequence b and head h. A program computes one tile: it goes over all
+keys, multiplies by the gates and stores the outputs. The size of the grid is an upper bound that follows from shapes
+alone, so that the host need not wait for `offsets`: each program finds its tile in `offsets`, and returns if it has none.
 
-Keys and values are read by tensor descriptors (TMA) where the card has them and `blocks.TABLE` says that it pays, and by
-pointers elsewhere. Descriptors are made on the host: made in a kernel they need memory from an allocator that belongs to a
-thread, and autograd's thread has none.
+Keys and values are read through tensor descriptors (TMA) where the card has them and `blocks.TABLE` asks for them, and
+through pointers elsewhere. The host makes the descriptors. A kernel that made them would need an allocator, which Triton
+sets for each thread, and autograd's thread has none.
 """
 
 import math
@@ -25,7 +26,7 @@ from moh_vision.attention.kernels.gpu.blocks import (
     cdiv,
     contiguous_rows,
     next_power_of_2,
-    numbers_of,
+    precision_of,
     row_of,
 )
 from moh_vision.attention.kernels.gpu.rows import (
@@ -57,7 +58,11 @@ def attend_keys(
     sums, q, n, mask, k_tiles, v_tiles, k, v, b, g, k_by, v_by, M, low, high, scale, root,
     EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """Add keys low .. high - 1 to the running sums (the values, the largest score before scaling, the exponentials)."""
+    """Add keys low .. high - 1 to the running sums of an online softmax.
+
+    The sums are acc (of values, weighted by exponentials), top (largest score, before scaling) and total (of
+    exponentials).
+    """
     acc, top, total = sums
     BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
     for start in range(low, high, BLOCK):
@@ -70,10 +75,12 @@ def attend_keys(
 
         new = tl.maximum(top, tl.max(scores, 1))
         base = new
-        if spec.MASK > 0:  # nothing seen so far: -inf minus -inf would be NaN
+        if spec.MASK != NO_MASK:
+            # A query that has seen no key yet has top -inf, and -inf minus -inf would be NaN.
             base = tl.where(new == -float("inf"), 0.0, new)
-        if spec.MASK == 2:
-            # Where a bias of -1e9 hides all keys, a rounded product would miss a fused one by up to 2^64.
+        if spec.MASK == FLOAT_MASK:
+            # Subtract before scaling. A bias of -1e9 may hide all keys: then the products below are so large that the
+            # rounding of one of them, where the compiler fuses the other, would change the exponent by up to 64.
             p = tl.exp2((scores - base[:, None]) * scale)
             shrink = tl.exp2((top - base) * scale)
         else:
@@ -91,6 +98,11 @@ def forward_kernel(
     q, k, v, weights, mask, token, offsets, o, lse, k_tiles, v_tiles,
     q_by, k_by, v_by, gates_by, mask_by, B, N, M, H, G, root, spec: tl.constexpr,
 ):  # fmt: skip
+    """A program computes the outputs of one tile, see `find_tile`.
+
+    Arguments are those of `forward`, and: k_tiles, v_tiles, descriptors of k and v or None; q_by .. mask_by, strides (see
+    `Given`; those of q, k and v in units of spec.UNIT); root, sqrt(D).
+    """
     exists, b, h, first, stop, n, low, high = find_tile(token, offsets, B, N, H, spec)
     if exists == 0:
         return
@@ -107,12 +119,13 @@ def forward_kernel(
     k += (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
     v += (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
     mask_rows = n64
-    if spec.MASK > 0:
+    if spec.MASK != NO_MASK:
         mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
 
     scale = LOG2E / root
     nothing = tl.zeros(n.shape, tl.float32)
     sums = (zeros(spec.BLOCK_M, spec), nothing - float("inf"), nothing)
+    # First the blocks of keys that all queries see, then those that need a mask.
     full, last = key_range(n, first, stop, M, spec)
     # fmt: off
     by = k_by[2] * spec.UNIT, v_by[2] * spec.UNIT
@@ -124,7 +137,8 @@ def forward_kernel(
     )
     # fmt: on
 
-    total = tl.where(total == 0.0, 1.0, total)  # no visible key: output 0, and -inf from `top`
+    # A query that sees no key has total 0: its output becomes 0, and `top` makes its lse -inf.
+    total = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + pair, (top * scale + tl.log2(total)) / LOG2E, mask=real)
     factor = 1.0 / total
     if spec.GATED:
@@ -146,7 +160,7 @@ def forward(
     is_causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `moh_vision.attention.kernels.gpu.library.attend`."""
+    """Return outputs and lse, see `moh_vision.attention.kernels.gpu.library.attend`."""
     B, H, N, D = q.shape
     _, G, M, _ = k.shape
     o = q.new_empty(B, N, H * D)
@@ -165,14 +179,14 @@ def forward(
     return o, lse
 
 
-# ---- What launches share
+# ---- Arguments of the kernels, for forward and backward
 
 
 def unit_of(*rows: Tensor) -> int:
-    """Return 8 if the strides of all rows are multiples of 8 numbers, else 1.
+    """Return 8 if all row strides are multiples of 8 elements, else 1: the unit in which kernels get these strides.
 
-    Triton knows that a number is divisible by 16, but a row of 72 numbers is only by 8: unless it is told, it loads
-    them one at a time.
+    Triton finds out by itself only whether a stride is divisible by 16. Rows of 72 elements have a stride divisible by 8:
+    a kernel that multiplies a stride in units by 8 tells Triton so, which then loads several elements at a time.
     """
     strides = [stride for x in rows for stride in x.stride()[:-1]]
     if all(stride % 8 == 0 for stride in strides):
@@ -181,21 +195,24 @@ def unit_of(*rows: Tensor) -> int:
 
 
 def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
-    """Strides of rows in units of so many numbers."""
+    """Return the strides of x without that of the last dimension, in units of `unit` elements."""
     return tuple(stride // unit for stride in x.stride()[:-1])
 
 
 def fits_descriptor(x: Tensor) -> bool:
-    """Return whether a tensor can be read through a descriptor: 16-byte steps, and no dimension that repeats."""
+    """Return whether a tensor can be read through a descriptor.
+
+    Its strides must be multiples of 16 bytes, none of them 0 (an expanded dimension), and its rows contiguous.
+    """
     size = x.element_size()
-    long = [stride for length, stride in zip(x.shape[:-1], x.stride()[:-1]) if length > 1]
-    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in long)
+    strides = [stride for length, stride in zip(x.shape[:-1], x.stride()[:-1]) if length > 1]
+    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in strides)
     return x.data_ptr() % 16 == 0 and aligned and x.numel() > 0 and x.stride(-1) == 1
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x [B, G, M, D]: what lies beyond M reads as 0."""
-    # The step of a dimension of length 1 is never taken, and may be anything.
+    """Return a descriptor that loads tiles of `rows` rows of x [B, G, M, D]; rows beyond M are loaded as 0."""
+    # The stride of a dimension of size 1 has no effect but must be valid: 16 elements always are.
     strides = list(x.stride()[:-1])
     for dimension, length in enumerate(x.shape[:-1]):
         if length == 1:
@@ -207,11 +224,11 @@ class Given(NamedTuple):
     """The gates and the mask of a call, as kernels read them."""
 
     gated: bool
-    mask: Tensor | None  # [B, H, N, M], keys side by side
-    mask_type: int  # NO_MASK, BOOL_MASK or FLOAT_MASK
+    mask: Tensor | None  # [B, H, N, M], contiguous along M; uint8 or float
+    mask_type: int  # the value of NO_MASK, BOOL_MASK or FLOAT_MASK
     is_causal: bool
-    gates_by: tuple[int, int, int]  # strides of b, n, h
-    mask_by: tuple[int, int, int]  # strides of b, h, n
+    gates_by: tuple[int, int, int]  # strides of the gates along b, n, h; n: 0 if all n share a gate
+    mask_by: tuple[int, int, int]  # strides of the mask along b, h, n
 
     @classmethod
     def of(
@@ -222,18 +239,19 @@ class Given(NamedTuple):
         mask: Tensor | None,
         is_causal: bool,
     ) -> "Given":
+        """Prepare the gates `weights` [B, N or 1, H] and the mask of a call, see `library.attend`."""
         gates_by = (0, 0, 0)
         if weights is not None:
             gates_by = weights.stride()
-            if weights.shape[1] == 1:  # one gate of a sequence serves all tokens
+            if weights.shape[1] == 1:  # all tokens of a sequence share its gates
                 gates_by = (gates_by[0], 0, gates_by[2])
-        mask_type = NO_MASK
+        mask_type = NO_MASK.value
         mask_by = (0, 0, 0)
         if mask is not None:
-            mask_type = FLOAT_MASK
+            mask_type = FLOAT_MASK.value
             mask = contiguous_rows(mask)
             if mask.dtype == torch.bool:
-                mask_type = BOOL_MASK
+                mask_type = BOOL_MASK.value
                 mask = mask.view(torch.uint8)
             mask = mask.expand(*q.shape[:3], k.shape[2])
             mask_by = mask.stride()[:3]
@@ -242,19 +260,20 @@ class Given(NamedTuple):
     def spec(
         self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor
     ) -> tuple[Spec, dict]:
-        """Return what a kernel is compiled for, and its warps and stages.
+        """Return the compile-time constants of a kernel, and its launch options.
 
         Args:
             kernel: "forward", "queries" or "keys".
             q, k, v: [B, H, N, D] and [B, G, M, D].
-            *gradients: further tensors whose strides are given in units.
+            *gradients: gradients that the kernel writes; their strides too are given in units.
         """
         D = q.shape[3]
-        numbers = numbers_of(q.dtype)
-        row = row_of(numbers, card_of(q.device), D, self.mask is not None, q.shape[2])
+        precision = precision_of(q.dtype)
+        row = row_of(precision, card_of(q.device), D, self.mask is not None, q.shape[2])
         block: Block = getattr(row, kernel)
-        # TMA reads one block of width D: head widths in two parts, or padded ones, need pointers.
-        tma = block.tma and widths(D) == (D, 0) and fits_descriptor(k) and fits_descriptor(v)
+        # TMA loads tiles of width D: a head width that is padded or split into two parts needs pointers.
+        is_whole = widths(D) == (D, 0)
+        tma = block.tma and is_whole and fits_descriptor(k) and fits_descriptor(v)
         spec = Spec(
             D,
             *widths(D),
@@ -262,7 +281,7 @@ class Given(NamedTuple):
             GATED=self.gated,
             MASK=self.mask_type,
             CAUSAL=self.is_causal,
-            PRECISION="tf32" if numbers == "tf32" else "ieee",
+            PRECISION="tf32" if precision == "tf32" else "ieee",
             BLOCK_M=block.queries,
             BLOCK_N=block.keys,
             EDGE_N=self.edge(block.keys, k.shape[2]),
@@ -271,13 +290,20 @@ class Given(NamedTuple):
         return spec, dict(num_warps=block.warps, num_stages=block.stages)
 
     def edge(self, block: int, keys: int) -> int:
-        """Keys of the last block: a power of two that just holds them. 197 = 3 * 64 + 5 takes 16 there, not 64."""
-        if self.is_causal:  # the blocks on the diagonal are edges too
+        """Return the size of the last block of keys: a power of two, at least 16, that holds the remaining keys.
+
+        197 keys in blocks of 64 leave 5 for the last block, which has size 16 then.
+
+        Args:
+            block: size of the other blocks.
+            keys: M.
+        """
+        if self.is_causal:  # the blocks on the diagonal are edge blocks too, and they are full
             return block
         return min(block, max(16, next_power_of_2(keys % block)))
 
     def key_tiles(self, spec: Spec, k: Tensor, v: Tensor) -> tuple[TensorDescriptor | None, ...]:
-        """Descriptors of keys and values where a kernel reads them so."""
+        """Return descriptors of keys and values, or two times None if the kernel reads them through pointers."""
         if not spec.TMA:
             return None, None
         return descriptor(k, spec.BLOCK_N), descriptor(v, spec.BLOCK_N)

@@ -1,17 +1,18 @@
-"""Backward of the attention of pairs in Triton: three kernels, none of which needs atomics.
+"""The backward pass of attention for pairs, in Triton: three kernels without atomics.
 
-    pack      one program a tile: queries and output gradients side by side in the order of the list, with their gates and
-              delta; zeros where no pair writes
-    queries   one program a tile: all keys, for the gradients of queries and gates
-    keys      one program a block of keys: the pairs of all query heads that read it, for the gradients of keys and values
+    pack      a program per tile: copies its queries and output gradients into contiguous rows, in the order of the list of
+              pairs, and computes their delta; writes zeros into the gradients of (head, token) without a pair
+    queries   a program per tile: goes over all keys, for the gradients of queries and gates
+    keys      a program per block of keys: goes over the pairs of all query heads that read it, for the gradients of keys
+              and values
 
-With p = softmax of the scores, gate w, and do the gradient of the gated output o:
+Let p be the softmax of the scores, w the gate and `do` the gradient of the gated output o. Then
     d gate     = sum_j p_j (do . v_j), exact where the gate is 0
     d score_j  = p_j (w (do . v_j) - delta),  delta = do . o
     d v_j      = sum over queries of p_j w do
 
-The kernel of keys reads every pair once for each block of keys, so pairs are packed before: tiles are neighbouring rows,
-whose copies run ahead, and nothing is looked up in the list.
+The keys kernel reads every pair once for each block of keys. So it pays to pack pairs first: the rows of a tile are
+contiguous, which lets Triton prefetch them, and no token has to be looked up in the list.
 """
 
 import math
@@ -21,14 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu.attend import (
-    Given,
-    in_units,
-    unit_of,
-)
+from moh_vision.attention.kernels.gpu.attend import Given, in_units, unit_of
 from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows
 from moh_vision.attention.kernels.gpu.rows import (
+    FLOAT_MASK,
     LOG2E,
+    NO_MASK,
     SIZES,
     Spec,
     add_product,
@@ -49,15 +48,15 @@ from moh_vision.attention.kernels.gpu.rows import (
     zeros,
 )
 
-PACKED_PAIRS = 32  # of a program that packs
+PACKED_PAIRS = 32  # pairs that a program of `pack_kernel` packs
 
 
 @triton.jit
 def probabilities(scores, scale, lse, spec: tl.constexpr):
-    """Return the probabilities of scores. lse: to base 2."""
+    """Return softmax probabilities from scores and their log-sum-exp to base 2."""
     power = scores * scale - lse
-    if spec.MASK == 2:
-        # At most 1, also where a bias of -1e9 hides all keys: `lse` has no digits left for its sum then.
+    if spec.MASK == FLOAT_MASK:
+        # Keep probabilities at most 1: where a bias of -1e9 hides all keys, `lse` is so large that rounding loses its sum.
         power = tl.minimum(power, 0.0)
     return tl.exp2(power)
 
@@ -67,7 +66,7 @@ def probabilities(scores, scale, lse, spec: tl.constexpr):
 
 @triton.jit
 def store_packed(pointer, pair, x, real, spec: tl.constexpr):
-    """Rows of width WIDTH0 + WIDTH1; what lies beyond D is 0, as it was loaded."""
+    """Store x as rows `pair` of width WIDTH0 + WIDTH1, with the zeros that `load` put beyond column D."""
     WIDTH: tl.constexpr = spec.WIDTH0 + spec.WIDTH1
     rows = pair.to(tl.int64) * WIDTH
     store_part(pointer, rows, x[0], real, 0, WIDTH)
@@ -80,6 +79,7 @@ def pack_kernel(
     q, do, o, weights, lse, token, offsets, q_packed, do_packed, gates, lse2, delta, dq, dgates,
     q_by, do_by, gates_by, dq_by, B, N, H, spec: tl.constexpr,
 ):  # fmt: skip
+    """A program packs the pairs of one tile, see `Packed`, and writes zeros into dq and dgates for tokens without a pair."""
     exists, b, h, first, stop, n, low, high = find_tile(token, offsets, B, N, H, spec)
     if exists == 0:
         return
@@ -97,7 +97,7 @@ def pack_kernel(
     store_packed(q_packed, pair, q_rows, real, spec)
     store_packed(do_packed, pair, do_rows, real, spec)
     tl.store(delta + pair, row_products(do_rows, o_rows, spec), mask=real)
-    # Infinity where a pair saw no key: exp2 gives 0 then, not NaN.
+    # A pair that saw no key has lse -inf. It is stored as +inf, so that its probabilities become 0 and not NaN.
     row_lse = tl.load(lse + pair, mask=real, other=0.0) * LOG2E
     tl.store(lse2 + pair, tl.where(row_lse == -float("inf"), float("inf"), row_lse), mask=real)
     if spec.GATED:
@@ -118,7 +118,7 @@ def queries_keys(
     sums, q, do, n, gate, delta, lse, mask, k_tiles, v_tiles, k, v, b, g, k_by, v_by, M, low, high, scale, root,
     EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """What keys low .. high - 1 add to the gradients of queries and gates."""
+    """Add to `sums`, the gradients of queries and gates, what keys low .. high - 1 contribute."""
     dq, dgate = sums
     BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
     for start in range(low, high, BLOCK):
@@ -145,6 +145,7 @@ def queries_kernel(
     q_packed, do_packed, gates, lse2, delta, k, v, mask, token, offsets, dq, dgates, k_tiles, v_tiles,
     k_by, v_by, mask_by, dq_by, B, N, M, H, G, root, spec: tl.constexpr,
 ):  # fmt: skip
+    """A program computes the gradients of the queries and gates of one tile, see `find_tile`."""
     exists, b, h, first, stop, n, _, _ = find_tile(token, offsets, B, N, H, spec)
     if exists == 0:
         return
@@ -166,7 +167,7 @@ def queries_kernel(
     k += (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
     v += (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
     mask_rows = n64
-    if spec.MASK > 0:
+    if spec.MASK != NO_MASK:
         mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
 
     scale = LOG2E / root
@@ -198,10 +199,12 @@ def keys_pairs(
     sums, k, v, key, q, do, gates, lse2, delta, token, mask, mask_by, low, high, shift, M,
     scale, root, EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """What pairs low .. high - 1 add to the gradients of a block of keys and values.
+    """Add to `sums`, the gradients of a block of keys and values, what pairs low .. high - 1 contribute.
 
-    Scores are [keys, queries], so that no product needs a transposed one. Keys beyond M need no mask: their rows are
-    not stored. EDGE: rows beyond `high` are another segment's, or nobody's.
+    Scores are [keys, queries] here, so that the products with them need no transposed tile of scores. Keys beyond M need
+    no mask, because the rows of their gradients are not stored.
+
+    EDGE: a block of pairs may reach beyond `high`, where rows belong to another segment or are undefined.
     """
     dk, dv = sums
     for first in range(low, high, spec.BLOCK_M):
@@ -216,10 +219,10 @@ def keys_pairs(
             row_lse = tl.load(lse2 + pair)
             row_delta = tl.load(delta + pair)
         scores = product(k, q_rows, spec)  # [BLOCK_N, BLOCK_M]
-        if spec.MASK > 0 or spec.CAUSAL:
+        if spec.MASK != NO_MASK or spec.CAUSAL:
             n = tl.load(token + pair, mask=real, other=shift) - shift
             mask_rows = n.to(tl.int64)
-            if spec.MASK > 0:
+            if spec.MASK != NO_MASK:
                 mask_rows = mask + mask_rows * mask_by
             mask_tile = mask_rows[None, :] + key[:, None]
             scores = see(scores, mask_tile, n[None, :], key[:, None], M, root, spec.CAUSAL, spec)
@@ -244,6 +247,7 @@ def keys_kernel(
     q_packed, do_packed, gates, lse2, delta, k, v, mask, token, offsets, dk, dv,
     k_by, v_by, mask_by, dk_by, dv_by, B, N, M, H, G, root, spec: tl.constexpr,
 ):  # fmt: skip
+    """A program computes the gradients of one block of keys and values of a sequence and key-value head."""
     program = tl.program_id(0)
     key_blocks = tl.cdiv(M, spec.BLOCK_N)
     start = (program % key_blocks) * spec.BLOCK_N
@@ -266,12 +270,12 @@ def keys_kernel(
     for h in range(g * (H // G), (g + 1) * (H // G)):
         mask_head = mask
         mask_step = 0
-        if spec.MASK > 0:
+        if spec.MASK != NO_MASK:
             mask_head = mask + b64 * mask_by[0] + tl.cast(h, tl.int64) * mask_by[1]
             mask_step = mask_by[2]
         low = tl.load(offsets + h * B + b)
         high = tl.load(offsets + h * B + b + 1)
-        if spec.CAUSAL:  # pairs before see none of these keys
+        if spec.CAUSAL:  # skip the pairs whose tokens come before the block's first key: they see none of its keys
             low += count_below(token, low, high, shift + start)
         full = low + (high - low) // spec.BLOCK_M * spec.BLOCK_M
         # fmt: off
@@ -296,17 +300,17 @@ def keys_kernel(
 
 
 class Packed(NamedTuple):
-    """What backward reads of every pair, in the order of the list."""
+    """What the kernels of queries and keys read of every pair, in the order of the list."""
 
-    q: Tensor  # [P, WIDTH0 + WIDTH1]
-    do: Tensor  # likewise
+    q: Tensor  # [P, WIDTH0 + WIDTH1] queries
+    do: Tensor  # [P, WIDTH0 + WIDTH1] gradients of the outputs
     gates: Tensor | None  # [P]
-    lse2: Tensor  # [P], to base 2
-    delta: Tensor  # [P]
+    lse2: Tensor  # [P], log-sum-exp of the scores to base 2; +inf where the pair saw no key
+    delta: Tensor  # [P], do . o
 
 
 class Gradients(NamedTuple):
-    """What backward computes. The gradients of queries, keys and values may be views of one buffer."""
+    """Memory for the gradients that backward computes; those of queries, keys and values may be views of one buffer."""
 
     q: Tensor  # [B, H, N, D]
     k: Tensor  # [B, G, M, D]
@@ -327,20 +331,33 @@ def pack(
 ) -> Packed:
     """Pack the rows of pairs, and write zeros into the gradients of queries and gates where a head is off.
 
-    Args: see `backward`.
+    Arguments are those of `backward`; `given` has its gates and mask.
     """
     B, H, N, D = q.shape
     pairs = token.shape[0]
     rows = q.new_empty(2, pairs, sum(widths(D)))
-    numbers = lse.new_empty(3, pairs)
+    scalars = lse.new_empty(3, pairs)  # lse2, delta and gates
     gates = None
     dgates = None
     if given.gated:
-        gates = numbers[2]
+        gates = scalars[2]
         dgates = grads.gates
-    packed = Packed(rows[0], rows[1], gates, numbers[0], numbers[1])
+    packed = Packed(rows[0], rows[1], gates, scalars[0], scalars[1])
     unit = unit_of(q, do, grads.q)
-    spec = Spec(D, *widths(D), unit, given.gated, 0, False, "ieee", PACKED_PAIRS, 16, 16, False)
+    spec = Spec(
+        D,
+        *widths(D),
+        UNIT=unit,
+        GATED=given.gated,
+        BLOCK_M=PACKED_PAIRS,
+        # The kernel reads no keys and makes no product, so what follows has no effect.
+        MASK=NO_MASK.value,
+        CAUSAL=False,
+        PRECISION="ieee",
+        BLOCK_N=16,
+        EDGE_N=16,
+        TMA=False,
+    )
     programs = cdiv(N, PACKED_PAIRS) * B * H
     if programs:
         tensors = (q, do, o, weights, lse, token, offsets)
@@ -366,10 +383,18 @@ def backward(
     mask: Tensor | None,
     grads: Gradients,
 ) -> Tensor:
-    """Write the gradients of queries, keys and values into `grads`; returns those of gates.
+    """Write the gradients of queries, keys and values into `grads`; return the gradients of the gates.
 
-    dq is 0 where a head is off. Gradients of gates have the shape of `weights`, float32; without weights there are none,
-    and the tensor is empty.
+    The gradients of queries and gates are 0 where a head is off.
+
+    Args:
+        do: gradients of the outputs, [B, N, H * D].
+        o, lse: results of the forward pass.
+        grads: memory for the gradients.
+        q, ..., mask: see `moh_vision.attention.kernels.gpu.library.attend`.
+
+    Returns:
+        The gradients of the gates in float32, of the shape of `weights`; an empty tensor if `weights` is None.
     """
     B, H, N, D = q.shape
     _, G, M, _ = k.shape

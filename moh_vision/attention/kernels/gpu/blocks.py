@@ -1,4 +1,7 @@
-"""Sizes of blocks, by kernel, numbers, card and call: one table, which the tests compile row by row."""
+"""Block sizes of the attention kernels, by precision, card and call: one table, whose rows the tests compile one by one.
+
+The file also has small functions that all kernels' launches use.
+"""
 
 import functools
 from typing import NamedTuple
@@ -6,38 +9,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Cards, each of which can do what those before it can.
-SMALL = 0  # about 99 KB of shared memory for a program: RTX 4090, L4
+# Classes of cards. A block that runs on one class also runs on the classes after it.
+SMALL = 0  # about 99 KB of shared memory per program: RTX 4090, L4
 LARGE = 1  # 163 KB: A100
-HOPPER = 2  # 227 KB, and copies of tiles by tensor descriptors (TMA): H100, H200, B200
+HOPPER = 2  # 227 KB, and tiles can be copied through tensor descriptors (TMA): H100, H200, B200
 
 
 class Block(NamedTuple):
-    """How a kernel divides its work."""
+    """Block sizes and launch options of a kernel."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    tma: bool = False  # tiles are read through tensor descriptors
+    tma: bool = False  # keys and values are read through tensor descriptors
 
 
 class Row(NamedTuple):
-    """Blocks of the three kernels of attention, for calls that fit."""
+    """Conditions on a call, and the blocks of the three kernels for calls that meet them."""
 
-    numbers: str  # "16 bits", "tf32" or "float32"
-    card: int  # this or a larger one
+    precision: str  # "16 bits", "tf32" or "float32", see `precision_of`
+    card: int  # the smallest class of cards
     widest: int  # largest D
-    masked: bool | None  # whether there is a mask, which takes registers; None: either
+    masked: bool | None  # whether there is a mask, which takes registers; None: with or without
     longest: int | None  # largest N; None: any
     forward: Block
     queries: Block
     keys: Block
 
 
-# The first row that fits decides. Those for HOPPER are the fastest of 4 to 14 candidates each on an H100
-# (docs/results/speed.md); the others have not been timed. Few tokens: small blocks, because the last tile of a segment is
-# half empty on average. The kernel of keys is limited by registers: few queries with many keys do best.
+# The first row that a call meets is used. Each row for HOPPER is the fastest of 4 to 14 candidates on an H100
+# (docs/results/speed.md); the other rows have not been timed. Calls with few tokens get small blocks, because the last tile
+# of a segment is half empty on average. The keys kernel is limited by registers: it is fastest with few queries and many
+# keys.
 TABLE = (
     Row("16 bits", HOPPER,  64, False,  512, Block(64, 32, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
     Row("16 bits", HOPPER,  64, False, None, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
@@ -69,48 +73,53 @@ TABLE = (
 )  # fmt: skip
 
 
-# On the host Triton's own functions of these names take microseconds, and a training step of a layer calls dozens.
+# `cdiv` and `next_power_of_2` replace triton.cdiv and triton.next_power_of_2, which take microseconds on the host: a
+# training step calls them dozens of times for each layer.
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n, and at least 1."""
+    """Return the smallest power of 2 that is at least n, and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x, or a copy of x where the numbers of a row do not lie side by side."""
+    """Return x, or a contiguous copy if its last dimension is not contiguous."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
 
 
 @functools.cache
-def row_of(numbers: str, card: int, D: int, masked: bool, tokens: int) -> Row:
-    """Return the row of a call.
+def row_of(precision: str, card: int, D: int, masked: bool, tokens: int) -> Row:
+    """Return the row of TABLE for a call.
 
     Args:
-        numbers: see `numbers_of`.
+        precision: see `precision_of`.
         card: see `card_of`.
         D: head width.
         masked: whether there is a mask.
         tokens: N.
     """
     for row in TABLE:
-        fits = numbers == row.numbers and card >= row.card and row.widest >= D
-        if not fits or row.masked not in (None, masked):
-            continue
-        if row.longest is None or row.longest >= tokens:
+        fits = row.precision == precision and row.card <= card and D <= row.widest
+        of_mask = row.masked is None or row.masked == masked
+        of_length = row.longest is None or tokens <= row.longest
+        if fits and of_mask and of_length:
             return row
-    raise ValueError(f"no row for {numbers}, head width {D}")
+    raise ValueError(f"no row for {precision}, head width {D}")
 
 
-def numbers_of(dtype: torch.dtype) -> str:
-    """Return how numbers are multiplied: "16 bits", or float32 by tensor cores in "tf32" or exactly in "float32"."""
+def precision_of(dtype: torch.dtype) -> str:
+    """Return the precision of matrix products of a dtype.
+
+    It is "16 bits" for bfloat16 and float16. For float32 it is "tf32" where tensor cores round the factors to tf32, else
+    "float32".
+    """
     if dtype != torch.float32:
         return "16 bits"
     return "tf32" if uses_tf32() else "float32"
@@ -119,15 +128,16 @@ def numbers_of(dtype: torch.dtype) -> str:
 def uses_tf32() -> bool:
     """Return whether PyTorch multiplies float32 in tf32 on a GPU.
 
-    Not torch.get_float32_matmul_precision, which raises where this was set the newer way, by `fp32_precision`.
+    This does not call torch.get_float32_matmul_precision, which raises if the precision was set through the newer
+    attribute `fp32_precision`.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @functools.cache
 def card_of(device: torch.device) -> int:
-    """Return SMALL, LARGE or HOPPER; the interpreter has no limits."""
-    if device.type != "cuda":
+    """Return the class of a card: SMALL, LARGE or HOPPER."""
+    if device.type != "cuda":  # Triton's interpreter, which has no limits
         return HOPPER
     properties = torch.cuda.get_device_properties(device)
     # Bytes of shared memory that a program may use.

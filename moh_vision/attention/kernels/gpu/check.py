@@ -1,8 +1,8 @@
-"""Which of Triton's kernels work on the GPU at hand. Those that nobody measures are tried before they run.
+"""Find out which Triton kernels work on this machine's GPU.
 
-A model calls the router, its node with the product, and the product of outputs and gates wherever there is a GPU. So each
-of them is compared with PyTorch, forward and backward, when it is first asked for with numbers of its kind. What fails or
-differs is left to PyTorch, and the others run. Attention itself is compared by `moh_vision.attention.measure`.
+On a GPU a model calls three operators without any measurement: `route`, `project_and_route` and `weigh`. So each of them
+is compared with PyTorch, forward and backward, before its first call with given dtypes. PyTorch takes the place of an
+operator that fails or differs; the other operators run. `moh_vision.attention.measure` compares attention itself.
 """
 
 import functools
@@ -24,82 +24,84 @@ from moh_vision.attention.routing import Routing
 
 log = logging.getLogger("moh_vision.attention")
 
-DEVICES = ("cuda",)  # where kernels are tried; in the interpreter the tests compare them
-# Sequences, tokens, their width, and the candidates and routed heads of what is compared.
-B = 2
-N = 45
-C = 64
+# Device types on which kernels are tried. Elsewhere, in Triton's interpreter, the tests compare them.
+DEVICES = ("cuda",)
+# Sizes of the inputs of comparisons.
+B = 2  # sequences
+N = 45  # tokens
+C = 64  # width of a token
 CANDIDATES = 6
 ROUTED = 3
 
-# What is compared: its name, what the kernel computed, and what it should be, in float64 on the CPU.
+# Yields (name of an output, what the kernel computed, what it should be: in float64 on the CPU).
 Compared = Iterator[tuple[str, Tensor, Tensor]]
 
 
 class Difference(NamedTuple):
-    """The largest difference of a kernel from PyTorch, over the largest number of the same output."""
+    """The largest difference of a kernel from PyTorch."""
 
-    size: float
-    of: str  # what differs so
-    allowed: float
+    size: float  # largest difference of an output, over the largest element of the same output
+    of: str  # name of this output
+    allowed: float  # largest size that rounding explains
 
     def __str__(self) -> str:
         return f"{self.of}: {self.size:.0e} off, {self.allowed:.0e} is allowed"
 
     @property
     def is_rounding(self) -> bool:
-        """Whether so large a difference is allowed. NaN is not."""
+        """Whether the difference is small enough for rounding; False for NaN."""
         return self.size <= self.allowed
 
 
 def problem(device: str = "cuda") -> str | None:
-    """Return None if Triton runs at all, or why it does not, in one line.
+    """Return why Triton does not run on a device at all, in one line, or None if it runs.
 
-    Triton compiles at its first call, for which it needs a C compiler and a driver that fits.
+    Triton compiles at its first call and needs a C compiler and a compatible driver for it.
     """
     index = None
     if device == "cuda":
         index = torch.cuda.current_device()
     try:
         compare("pairs", torch.device(device, index))
-    except Exception as error:  # whatever a compiler or a driver throws
-        if not _passes(error):
+    except Exception as error:  # whatever a compiler or a driver raises
+        if not _is_transient(error):
             return one_line(error)
     return None
 
 
 def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Return whether a kernel gives on a device what PyTorch does. It is tried once; a WARNING says what is wrong.
+    """Return whether a kernel computes the same as PyTorch on a device.
 
-    A GPU that has no memory left says nothing of the kernel: it is tried again at the next call.
+    The kernel is tried once for a device and dtypes. A WARNING says what is wrong. An error that says nothing about the
+    kernel, such as a GPU without free memory, returns False too, but the kernel is tried again at the next call.
 
     Args:
         kernel: a name in KERNELS.
-        device: of the call.
-        *dtypes: as the kernel takes them.
+        device: device of the call.
+        *dtypes: arguments of the comparison in KERNELS.
     """
     if device.type not in DEVICES:
         return True
     try:
         return _tried(kernel, device, dtypes, uses_tf32())
-    except Passing as error:
+    except CannotTry as error:
         _warn(kernel, device, dtypes, f"{error}; it is tried again later")
         return False
 
 
-class Passing(Exception):
-    """The device could not try a kernel now."""
+class CannotTry(Exception):
+    """Raised if a kernel cannot be tried on the device at the moment."""
 
 
-@functools.cache  # what is raised is not kept
+@functools.cache  # an exception is not cached, so a kernel that raised CannotTry is tried again
 def _tried(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], tf32: bool) -> bool:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise Passing("a CUDA graph is captured, which a comparison would end")
+        raise CannotTry("a CUDA graph is captured, which a comparison would end")
     try:
         difference = compare(kernel, device, *dtypes)
     except Exception as error:
-        if _passes(error):
-            raise Passing(one_line(error)) from None
+        if _is_transient(error):
+            raise CannotTry(one_line(error)) from None
         why = one_line(error)
     else:
         if difference.is_rounding:
@@ -109,17 +111,17 @@ def _tried(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], t
     return False
 
 
-@functools.cache  # once
+@functools.cache  # the same warning is logged once
 def _warn(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], why: str) -> None:
-    numbers = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
     call = f"on {device}"
-    if numbers:
-        call += f" in {numbers}"
+    if names:
+        call += f" in {names}"
     log.warning(f"PyTorch runs in place of Triton's kernel {kernel} {call} ({why})")
 
 
-def _passes(error: Exception) -> bool:
-    """Return whether an error says nothing of the kernel."""
+def _is_transient(error: Exception) -> bool:
+    """Return whether an error may pass, because it is of the device's memory and not of the kernel."""
     return isinstance(error, MemoryError) or "out of memory" in str(error)
 
 
@@ -129,7 +131,10 @@ def one_line(error: Exception) -> str:
 
 
 def _apart(work: Callable):
-    """Run something where autocast, inference mode, hooks of saved tensors and tracing of the caller do not reach."""
+    """Call `work` in another thread and return its result.
+
+    The caller's autocast, inference mode, saved-tensor hooks and tracing do not apply there.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
@@ -138,12 +143,16 @@ def _apart(work: Callable):
 
 
 def compare(kernel: str, device: torch.device, *dtypes: torch.dtype) -> Difference:
-    """Return the largest difference of a kernel from PyTorch. It raises what the kernel raises."""
+    """Return the largest difference of a kernel from PyTorch; an exception of the kernel is not caught."""
     return _apart(lambda: largest(KERNELS[kernel](device, *dtypes), *dtypes))
 
 
 def largest(compared: Compared, *dtypes: torch.dtype) -> Difference:
-    """Return the largest difference. The dtypes are those of products and say what is allowed: nothing without any."""
+    """Return the largest of the differences in `compared`.
+
+    dtypes: dtypes of the kernel's products, which decide how large a difference is allowed. Without a dtype the kernel
+    makes no products, and no difference is allowed.
+    """
     allowed = 2e-2
     if set(dtypes) <= {torch.float32} and not uses_tf32():
         allowed = 1e-4
@@ -156,7 +165,7 @@ def largest(compared: Compared, *dtypes: torch.dtype) -> Difference:
         want = want.detach().double()
         difference = (got.detach().cpu().double() - want).abs().max().item()
         size = difference / max(want.abs().max().item(), 1e-30)
-        if not size <= worst.size:  # NaN is the largest
+        if not size <= worst.size:  # True for NaN too, which counts as the largest
             worst = Difference(size, name, allowed)
             if math.isnan(size):
                 break
@@ -164,20 +173,23 @@ def largest(compared: Compared, *dtypes: torch.dtype) -> Difference:
 
 
 def _route(device: torch.device, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Compared:
+    """Compare `route` and its backward, with tokens and the router's weight in these dtypes."""
     for gate_form in GATE_FORMS:
         x, weight, settings, padding = _router(gate_form)
         x = x.to(device, x_dtype)
         weight = weight.to(device, weight_dtype)
         router = *settings, _on(device, padding)
         routed = OPS.route(x, weight, *router)
-        leaves = [_exact(x), _exact(weight)]
+        rows = routed[2]
+        leaves = [_exact_leaf(x), _exact_leaf(weight)]
         logits = eager.gate_logits(*leaves)
         want = _choose(logits, settings, padding)
         yield from _routing(gate_form, routed, want, logits)
-        ends = [want.weights, want.stats.probs, logits]
-        slopes = [numbers(t.shape) for t in ends]
-        grads = OPS.route_backward(*(t.to(device) for t in slopes), routed[2], x, weight, *router)
-        exact_grads = torch.autograd.grad(ends, leaves, [t.double() for t in slopes])
+        outputs = [want.weights, want.stats.probs, logits]
+        output_grads = [eighths(t.shape) for t in outputs]
+        on_device = [t.to(device) for t in output_grads]
+        grads = OPS.route_backward(*on_device, rows, x, weight, *router)
+        exact_grads = torch.autograd.grad(outputs, leaves, [t.double() for t in output_grads])
         for name, *both in zip(("tokens", "the router's weight"), grads, exact_grads):
             yield f"gradients of {name} ({gate_form})", *both
 
@@ -185,47 +197,51 @@ def _route(device: torch.device, x_dtype: torch.dtype, weight_dtype: torch.dtype
 def _project_and_route(
     device: torch.device, exact_dtype: torch.dtype, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> Compared:
-    """Compare the product and the router.
+    """Compare `project_and_route` and its backward.
 
     Args:
-        exact_dtype: dtype of tokens as they come.
+        device: device of the operator.
+        exact_dtype: dtype of the tokens that the router reads.
         dtype: dtype of the product.
         weight_dtype: dtype of the router's weight.
     """
-    outputs = 96
+    width = 96  # of the product
     for gate_form in GATE_FORMS:
         x, router_weight, settings, padding = _router(gate_form)
-        given = x, numbers((outputs, C)) / 8, numbers((outputs,))
+        given = x, eighths((width, C)) / 8, eighths((width,))
         given = [t.to(device, dtype) for t in given]
         given.append(router_weight.to(device, weight_dtype))
         router = *settings, _on(device, padding)
         product, *routed = OPS.project_and_route(x.to(device, exact_dtype), *given, *router)
-        leaves = [_exact(t) for t in given]
+        rows = routed[2]
+        leaves = [_exact_leaf(t) for t in given]
         x, weight, bias, router_weight = leaves
         exact_product = F.linear(x, weight, bias)
         yield f"product ({gate_form})", product, exact_product
         logits = eager.gate_logits(x, router_weight)
         want = _choose(logits, settings, padding)
         yield from _routing(gate_form, routed, want, logits)
-        ends = [exact_product, want.weights, want.stats.probs, logits]
-        slopes = [numbers(t.shape) for t in ends]
-        on_device = [slopes[0].to(device, dtype), *(t.to(device) for t in slopes[1:])]
-        grads = OPS.project_and_route_backward(*on_device, routed[2], *given, *router)
-        exact_grads = torch.autograd.grad(ends, leaves, [t.double() for t in slopes])
+        outputs = [exact_product, want.weights, want.stats.probs, logits]
+        output_grads = [eighths(t.shape) for t in outputs]
+        on_device = [output_grads[0].to(device, dtype), *(t.to(device) for t in output_grads[1:])]
+        grads = OPS.project_and_route_backward(*on_device, rows, *given, *router)
+        exact_grads = torch.autograd.grad(outputs, leaves, [t.double() for t in output_grads])
         names = "tokens", "the weight", "the bias", "the router's weight"
         for name, *both in zip(names, grads, exact_grads):
             yield f"gradients of {name} ({gate_form})", *both
 
 
 def _weigh(device: torch.device, dtype: torch.dtype, weights_dtype: torch.dtype) -> Compared:
+    """Compare `weigh` and its backward, with outputs and gates in these dtypes."""
     heads = 3
     width = 72
-    by_token = numbers((B, N, heads, width)).transpose(1, 2)
+    by_token = eighths((B, N, heads, width)).transpose(1, 2)
+    # Outputs in both memory layouts, with gates per token and per sequence.
     for o, tokens in ((by_token, N), (by_token.contiguous(), 1)):
         o = o.to(device, dtype)
-        weights = numbers((B, tokens, heads)).to(device, weights_dtype)
-        dy = numbers((B, N, heads * width)).flip(1).to(device, dtype)
-        leaves = [_exact(o), _exact(weights)]
+        weights = eighths((B, tokens, heads)).to(device, weights_dtype)
+        dy = eighths((B, N, heads * width)).flip(1).to(device, dtype)
+        leaves = [_exact_leaf(o), _exact_leaf(weights)]
         want = (leaves[0].transpose(1, 2) * leaves[1].unsqueeze(-1)).flatten(2)
         yield "outputs times gates", OPS.weigh(o, weights), want
         grads = OPS.weigh_backward(dy, o, weights)
@@ -234,9 +250,10 @@ def _weigh(device: torch.device, dtype: torch.dtype, weights_dtype: torch.dtype)
 
 
 def _pairs(device: torch.device) -> Compared:
+    """Compare `pairs`, with and without the number of heads per token."""
     heads = 5
     count = 2
-    # Token n of sequence b runs `count` heads from head n + b on.
+    # Token n of sequence b runs heads n + b, ..., n + b + count - 1, modulo `heads`.
     first = (torch.arange(N).view(1, N, 1) + torch.arange(B).view(B, 1, 1)) % heads
     active = (torch.arange(heads) - first) % heads < count
     token, offsets = eager.pairs(active)
@@ -246,6 +263,7 @@ def _pairs(device: torch.device) -> Compared:
         yield "tokens", got_token[: len(token)], token
 
 
+# Name of an operator -> its comparison, called with the device and the dtypes.
 KERNELS: dict[str, Callable[..., Compared]] = {
     "pairs": _pairs,
     "route": _route,
@@ -255,22 +273,30 @@ KERNELS: dict[str, Callable[..., Compared]] = {
 
 
 def _router(gate_form: str) -> tuple[Tensor, Tensor, tuple, Tensor | None]:
-    """Return tokens, the weight of a router of this form, what else describes it, and a padding mask for some forms."""
+    """Return the inputs of a comparison for a form of gates.
+
+    Returns:
+        tokens [B, N, C]; the router's weight; (candidates, shared, routed, gate_form); and a padding mask [B, N], None for
+        the released form.
+    """
     shared = 2
     if gate_form == "renormalised":
         shared = 0
     padding = None
     if gate_form != "released":
         padding = torch.arange(N) >= torch.tensor([[N], [N - 20]])
-    weight = numbers((CANDIDATES + 2 * shared, C)) / 8
-    return numbers((B, N, C)), weight, (CANDIDATES, shared, ROUTED, gate_form), padding
+    # Rows of candidates, and with the 2 shared heads their rows and the 2 that balance both groups.
+    weight = eighths((CANDIDATES + 2 * shared, C)) / 8
+    return eighths((B, N, C)), weight, (CANDIDATES, shared, ROUTED, gate_form), padding
 
 
 def _choose(logits: Tensor, settings: tuple, padding: Tensor | None) -> Routing:
+    """Return the routing by PyTorch; `settings` and `padding` are those of `_router`."""
     return eager.choose(logits, *settings, balanced=settings[1] > 0, padding_mask=padding)
 
 
 def _routing(gate_form: str, routed: list[Tensor], want: Routing, logits: Tensor) -> Compared:
+    """Yield the outputs of the router of an operator, `routed`, beside those of PyTorch."""
     gates, active, rows, probs, counts = routed
     yield f"choice of heads ({gate_form})", active, want.active
     yield f"gates ({gate_form})", gates, want.weights
@@ -285,12 +311,18 @@ def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
     return x.to(device)
 
 
-def _exact(x: Tensor) -> Tensor:
-    """Return the same numbers as a leaf on the CPU, where autograd works in this thread and waits for no busy one."""
+def _exact_leaf(x: Tensor) -> Tensor:
+    """Return x as a float64 leaf of autograd on the CPU.
+
+    Autograd computes gradients of CPU tensors in the calling thread; a GPU's thread may be busy with the caller's backward.
+    """
     return x.cpu().double().requires_grad_()
 
 
-def numbers(shape: tuple) -> Tensor:
-    """Return small multiples of 1/8, not at random: exact in 16 bits, and their logits in any order of summation."""
+def eighths(shape: tuple) -> Tensor:
+    """Return a fixed tensor of small multiples of 1/8.
+
+    They are exact in 16 bits, and so are sums of their products in float32: logits do not depend on the order of summation.
+    """
     count = torch.Size(shape).numel()
     return ((torch.arange(count) * 7919 + 13) % 31 - 15).view(shape).float() / 8

@@ -1,6 +1,6 @@
-"""What torch knows of the Triton operators: schemas, shapes without values, and gradients.
+"""Register the Triton operators with torch: schemas, fake implementations (shapes without values) and gradients.
 
-torch.compile sees each of them as one call that it does not look into.
+torch.compile treats each operator as one opaque call.
 """
 
 import functools
@@ -31,9 +31,13 @@ OPS = torch.ops.moh_vision_triton
 
 
 def define(schema: str, run: Callable, fake: Callable | None = None) -> None:
-    """Add an operator. Triton launches on the current device, so `run` is called with the device of its first tensor.
+    """Register an operator.
 
-    On a CPU `run` works in Triton's interpreter only (TRITON_INTERPRET=1).
+    Args:
+        schema: name, arguments and results.
+        run: computes the operator. Triton launches on the current device, so that is set to the device of the first tensor.
+            On a CPU `run` needs Triton's interpreter (TRITON_INTERPRET=1).
+        fake: returns results without values, of the right shapes; None: it is registered elsewhere.
     """
 
     @functools.wraps(run)
@@ -63,30 +67,31 @@ def attend(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the pairs that run, times their gates; scores are divided by sqrt(D).
+    """Compute attention for the pairs that run, and multiply it by their gates; scores are divided by sqrt(D).
 
-    Queries, keys and values may have any strides: views of one fused product are not copied, if a head's numbers lie
-    side by side.
+    Queries, keys and values may have any strides. They are copied only if their last dimension is not contiguous, so views
+    of one fused product are not copied.
 
     Args:
-        q: queries of all heads [B, H, N, D], float32, bfloat16 or float16, D at most 256; those of heads that are off
-            are not read.
+        q: queries of all heads [B, H, N, D] in float32, bfloat16 or float16, D at most 256. Where a head is off, its
+            query is not read.
         k, v: [B, G, M, D] of the same dtype, G a divisor of H.
         weights: gates [B, N, H] or [B, 1, H], float32; None: all 1.
         token, offsets: the list of pairs, see `moh_vision.attention.routing.Pairs`. `token` may be longer than the
-            list: what follows it is not read.
+            list; its elements after the last pair are not read.
         is_causal: a query at token n sees keys 0 .. n.
         mask: [B or 1, H or 1, N or 1, M], True (attend) or an additive float; it gets no gradient.
 
     Returns:
-        o [B, N, H*D], 0 where a head is off or a query sees no key; and the log of the sum of exponentials of every
-        pair's scores [P], float32, -inf where it sees no key. The second has no gradient.
+        o: [B, N, H*D], 0 where a head is off or a query sees no key.
+        lse: [P] float32, the log-sum-exp of each pair's scores, -inf where the query sees no key. It has no gradient.
     """
     _check_attend(q, k, v, weights, token, offsets, mask)
     return OPS.attend_in_place(q, k, v, weights, token, offsets, is_causal, mask)
 
 
 def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
+    """Raise ValueError for arguments of `attend` that the kernels cannot take."""
     B, H, N, D = q.shape
     _, G, M, _ = k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
@@ -122,10 +127,10 @@ def attend_product(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` of queries, keys and values that are one product, whose gradient is one tensor too.
+    """Do as `attend` with queries, keys and values that are one tensor, whose gradient is one tensor too.
 
     Args:
-        product: [B, N, (H + 2 * G) * D], grouped q | k | v and by head inside each.
+        product: [B, N, (H + 2 * G) * D], grouped q | k | v, and by head in each group.
         heads, kv_heads: H and G.
         weights, token, offsets, is_causal, mask: see `attend`.
     """
@@ -140,7 +145,7 @@ def _run_attend_product(product, heads, kv_heads, weights, token, offsets, is_ca
 
 
 def _new_gates(lse: Tensor, q: Tensor, weights: Tensor | None) -> Tensor:
-    """Return memory for the gradients of the gates of every token, empty without gates."""
+    """Return memory for the gradients of gates [B, N, H], or an empty tensor if there are no gates."""
     if weights is None:
         return lse.new_empty(0)
     B, H, N, _ = q.shape
@@ -148,7 +153,7 @@ def _new_gates(lse: Tensor, q: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _run_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
-    # In memory [B, N, H, D] and [B, M, G, D], the order of a product's columns.
+    # The memory layout is [B, N, H, D] and [B, M, G, D], like the outputs of a projection.
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
     grads = Gradients(dq, dk, dv, _new_gates(lse, q, weights))
     dgates = attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask, grads)
@@ -234,7 +239,8 @@ def _fake_project_and_route_backward(
     )
 
 
-def _project_and_route(grads, inputs, outputs):
+def _project_and_route_gradients(grads, inputs, outputs):
+    """See `contract.differentiate`, argument `backward`."""
     dproduct, dweights, _, drows, dprobs = grads[:5]
     _exact, *remaining = inputs
     dx, dweight, dbias, drouter = OPS.project_and_route_backward(
@@ -247,14 +253,17 @@ def _project_and_route(grads, inputs, outputs):
 
 
 def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *router):
-    """Project and route in PyTorch, at the logits that were kept: logits of rounded tokens might choose other heads."""
+    """Project and route in PyTorch, with the logits that the operator saved.
+
+    The tokens of the router, `_exact`, were not saved, and the logits of the rounded tokens x might choose other heads.
+    """
     (rows,) = outputs
+    # Values of the saved logits, with the gradient of those of x.
     rounded = eager.gate_logits(x, router_weight)
     exact = rounded + (rows - rounded).detach()
-    candidates, shared, *_ = router
+    candidates, shared, routed, gate_form, padding = router
     balanced = eager.is_balanced(router_weight, candidates, shared)
-    *numbers, padding = router
-    routing = eager.choose(exact, *numbers, balanced, padding)
+    routing = eager.choose(exact, candidates, shared, routed, gate_form, balanced, padding)
     product = F.linear(x, weight, bias)
     return product, routing.weights, routing.active, exact, routing.stats.probs
 
@@ -275,7 +284,7 @@ define(
 differentiate(
     f"{NAME}::project_and_route",
     _project_and_route_oracle,
-    _project_and_route,
+    _project_and_route_gradients,
     kept=(3,),
     constant=(2, 5),
     dropped=(0,),
@@ -296,7 +305,7 @@ def _fake_weigh_backward(dy, o, weights):
     return o.new_empty(B, N, H, D).transpose(1, 2), weights.new_empty(weights.shape)
 
 
-def _weigh(grads, inputs, _):
+def _weigh_gradients(grads, inputs, _):
     return OPS.weigh_backward(grads[0], *inputs)
 
 
@@ -311,7 +320,7 @@ define(
     weigh.backward,
     _fake_weigh_backward,
 )
-differentiate(f"{NAME}::weigh", _weigh_oracle, _weigh)
+differentiate(f"{NAME}::weigh", _weigh_oracle, _weigh_gradients)
 
 
 # ---- sequences that choose their heads, without gradients

@@ -1,4 +1,4 @@
-"""All of Triton's kernels against PyTorch in float64, on the GPU at hand: lines for a report, see `kernels.__main__`."""
+"""Compare all Triton kernels with PyTorch in float64 on this machine's GPU, and print a report; see `kernels.__main__`."""
 
 import math
 import os
@@ -15,12 +15,11 @@ from moh_vision.attention.kernels.contract import attend_product_oracle
 from moh_vision.attention.kernels.gpu import check
 from moh_vision.attention.kernels.gpu.library import OPS
 
-# Sequences, heads, key-value heads, and the widths of a head.
-B = 2
-H = 4
-G = 2
-WIDTHS = (32, 64, 72, 128)
-# How attention is called, with as many tokens: the last block of keys is a part of one.
+B = 2  # sequences
+H = 4  # heads
+G = 2  # key-value heads
+WIDTHS = (32, 64, 72, 128)  # head widths
+# Call of attention -> number of tokens, which is no multiple of a block of keys: the last block is partly empty.
 CALLS = {"no mask": 600, "causal": 197, "a bool mask": 197}
 SHORT = dict(bfloat16=torch.bfloat16, float16=torch.float16)
 FLOAT = dict(float32=torch.float32)
@@ -30,25 +29,25 @@ Compare = Callable[[], check.Difference]
 
 
 def lines() -> Iterator[str]:
-    """Yield a line that says what computes, and then one for every kernel and dtype.
+    """Yield a line about the GPU and its software, and then one for every kernel and dtype.
 
-    Kernels are compiled by several threads: about a minute, with 8 of them.
+    Kernels are compiled by several threads. With 8 threads this takes about a minute.
     """
     yield about()
     device = torch.device(DEVICE)
-    workers = 1  # Triton's interpreter cannot run twice at once
+    workers = 1  # Triton's interpreter is not thread-safe
     if device.type == "cuda":
         workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         yield from _lines_of(pool, [("pairs", "any", [partial(check.compare, "pairs", device)])])
         for precision, dtypes in (("ieee", SHORT | FLOAT), ("tf32", dict(tf32=torch.float32))):
             with float32_products(precision):
-                for numbers, dtype in dtypes.items():
-                    yield from _lines_of(pool, comparisons(device, numbers, dtype))
+                for dtype_name, dtype in dtypes.items():
+                    yield from _lines_of(pool, comparisons(device, dtype_name, dtype))
 
 
 def about() -> str:
-    """Return the name of the GPU, and the versions of what runs on it."""
+    """Return the name and capability of the GPU, and the versions of torch, Triton and CUDA."""
     major, minor = torch.cuda.get_device_capability()
     software = f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}"
     return f"{torch.cuda.get_device_name()}, capability {major}.{minor}, {software}"
@@ -56,7 +55,7 @@ def about() -> str:
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Let PyTorch multiply float32 in "ieee" or "tf32" for a while."""
+    """Return a context in which PyTorch multiplies float32 in `precision`, "ieee" or "tf32"."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
@@ -68,20 +67,23 @@ def float32_products(precision: str) -> Iterator[None]:
 def _lines_of(
     pool: ThreadPoolExecutor, kernels: list[tuple[str, str, list[Compare]]]
 ) -> Iterator[str]:
-    """Yield a line for each of `kernels`: name, name of its dtype, and comparisons."""
-    found = [
-        (kernel, numbers, [pool.submit(_said, compare) for compare in compares])
-        for kernel, numbers, compares in kernels
+    """Run comparisons and yield a line for each kernel, about its worst comparison.
+
+    kernels: (name of the kernel, name of the dtype, comparisons) of each.
+    """
+    running = [
+        (kernel, dtype_name, [pool.submit(_verdict, compare) for compare in compares])
+        for kernel, dtype_name, compares in kernels
     ]
-    for kernel, numbers, futures in found:
+    for kernel, dtype_name, futures in running:
         _, text = max(future.result() for future in futures)  # the worst
-        yield f"{kernel:<18} {numbers:<9} {text}"
+        yield f"{kernel:<18} {dtype_name:<9} {text}"
 
 
 def comparisons(
-    device: torch.device, numbers: str, dtype: torch.dtype
+    device: torch.device, dtype_name: str, dtype: torch.dtype
 ) -> list[tuple[str, str, list[Compare]]]:
-    """Return every kernel with products of a dtype, and its comparisons with PyTorch."""
+    """Return (name of the kernel, `dtype_name`, comparisons) for every kernel that makes products in `dtype`."""
     full = torch.float32
     calls = {
         "route": [(dtype, dtype), (dtype, full)],
@@ -89,17 +91,17 @@ def comparisons(
         "weigh": [(dtype, full)],
     }
     kernels = [
-        (kernel, numbers, [partial(check.compare, kernel, device, *call) for call in set(tried)])
+        (kernel, dtype_name, [partial(check.compare, kernel, device, *call) for call in set(tried)])
         for kernel, tried in calls.items()
     ]
     for width in WIDTHS:
         compares = [partial(attention, device, dtype, width, call) for call in CALLS]
-        kernels.append((f"attend, D = {width}", numbers, compares))
+        kernels.append((f"attend, D = {width}", dtype_name, compares))
     return kernels
 
 
 def attention(device: torch.device, dtype: torch.dtype, width: int, call: str) -> check.Difference:
-    """Compare attention of half of the pairs, forward and backward."""
+    """Compare attention with PyTorch, forward and backward; half of the (head, token) pairs run."""
     N = CALLS[call]
     drawn = torch.Generator().manual_seed(0)
     product = torch.randn(B, N, (H + 2 * G) * width, generator=drawn).to(device, dtype)
@@ -130,8 +132,8 @@ def attention(device: torch.device, dtype: torch.dtype, width: int, call: str) -
     return check.largest(compared, dtype)
 
 
-def _said(compare: Compare) -> tuple[float, str]:
-    """Return how bad an answer is, and the answer."""
+def _verdict(compare: Compare) -> tuple[float, str]:
+    """Run a comparison; return how large the difference is, infinite after an error, and a text about it."""
     try:
         difference = compare()
     except Exception as error:  # whatever a compiler or a driver throws
@@ -139,6 +141,6 @@ def _said(compare: Compare) -> tuple[float, str]:
     if difference.is_rounding:
         return difference.size, f"may run, at most {difference.size:.0e} off"
     size = difference.size
-    if math.isnan(size):  # as bad as an error
+    if math.isnan(size):  # NaN counts as much as an error
         size = float("inf")
     return size, f"differs: {difference}"

@@ -1,8 +1,8 @@
-"""The list of pairs in Triton: two kernels and a cumulative sum, and nothing waits for the device.
+"""List the pairs in Triton: two kernels and a cumulative sum, without a synchronisation of host and device.
 
-The first kernel counts the pairs of every head in every block of tokens. The cumulative sum of these counts says where
-they begin in the list, and the second kernel writes them there. The list is made by the executor that reads it, not by
-the router: where all heads are computed nobody needs it.
+The first kernel counts the pairs of each head in each block of tokens. The cumulative sum of the counts is the index where
+the pairs of each block end in the list. The second kernel writes them there. The executor that reads the list makes it, not
+the router, because an executor that computes all heads needs no list.
 """
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 from moh_vision.attention.kernels.gpu.blocks import cdiv
 from moh_vision.attention.kernels.gpu.route import tile
 
-TOKENS = 128  # of a block; fewer of many heads, whose tile would not fit into shared memory
+TOKENS = 128  # most tokens of a block
+LARGEST_TILE = 8192  # most elements of a tile [tokens, heads] that fit into shared memory; more heads get fewer tokens
 
 
 @triton.jit(do_not_specialize=["B", "N"])
 def _count_kernel(active, counts, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program counts the pairs of BLOCK_N tokens of one sequence for every head: counts [H, B, blocks]."""
+    """A program counts the pairs of each head among BLOCK_N tokens of one sequence, into counts [H, B, blocks]."""
     blocks = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
@@ -35,7 +36,10 @@ def _count_kernel(active, counts, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.co
 def _list_kernel(
     active, counts, ends, token_list, offsets, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A program lists the pairs of BLOCK_N tokens of one sequence; counts, ends [H, B, blocks]."""
+    """A program lists the pairs of BLOCK_N tokens of one sequence.
+
+    counts, ends: [H, B, blocks], for each head and block the number of its pairs, and the index in the list after its last.
+    """
     blocks = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
@@ -59,7 +63,7 @@ def _list_kernel(
 
 
 def longest_list(B: int, N: int, H: int, count: int | None) -> int:
-    """Return how many pairs there can be: those of `count` heads of every token, or of all H heads."""
+    """Return the largest possible number of pairs, if `count` heads run for every token, or any number (None) of H."""
     if count is None:
         count = H
     return B * N * count
@@ -70,11 +74,12 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
 
     Args:
         active: bool [B, N, H].
-        count: how many heads run for every token, where that is known; None: any number.
+        count: how many heads run for every token, if that is one known number; else None.
 
     Returns:
-        token: int32 [B * N * count] or [B * N * H], b * N + n of every pair. What lies beyond the last pair is undefined.
-        offsets: int32 [H * B + 1], where segment h * B + b begins. The last is the number of pairs.
+        token: int32 [B * N * count] or [B * N * H], b * N + n of each pair. Elements after the last pair are undefined.
+        offsets: int32 [H * B + 1], index of the first pair of each segment h * B + b; the last element is the number of
+            pairs.
     """
     if active.dim() != 3 or active.dtype != torch.bool:
         raise ValueError("pairs: active must be bool [B, N, H]")
@@ -90,7 +95,7 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     warps = 4
     if columns > 32:
         warps = 8
-    tokens = max(16, min(TOKENS, 8192 // columns))
+    tokens = max(16, min(TOKENS, LARGEST_TILE // columns))
     blocks = cdiv(N, tokens)
     counts = torch.empty((H, B, blocks), dtype=torch.int32, device=active.device)
     options = dict(BLOCK_N=tokens, COLUMNS=columns, num_warps=warps)

@@ -1,8 +1,8 @@
-"""The product for queries, keys and values and the router of the same tokens, as one node of autograd.
+"""Compute the product for queries, keys and values, and route the same tokens, as one node of autograd.
 
-Both read x, so backward has one gradient of x: the router's is written first, and the product's is added to it by the
-matrix product itself. Forward routes tokens as they came, which rounding must not change. Backward keeps them once, in
-the numbers of the product.
+Both read the tokens x. As one node they need one gradient of x: backward writes the router's part first, and the matrix
+product adds its own part to that in place. In forward the router reads the tokens in their original dtype, because
+rounding must not change which heads are chosen. For backward only the tokens in the dtype of the product are saved.
 """
 
 import torch
@@ -27,10 +27,10 @@ def forward(
     """Project and route.
 
     Args:
-        exact: tokens as they came [B, N, C]; the router reads them.
-        x: the same in the numbers of the product.
-        weight, bias: [O, C], and [O] or None, of the product, in the numbers of x.
-        router_weight: [R, C].
+        exact: tokens in their original dtype [B, N, C], for the router.
+        x: the same tokens in the dtype of the product.
+        weight, bias: weight [O, C] and bias [O] (or None) of the product, in the dtype of x.
+        router_weight: weight of the router [R, C].
         candidates, shared, routed, gate_form, padding: see `route.forward`.
 
     Returns:
@@ -59,12 +59,12 @@ def backward(
     gate_form: str,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of x, weight, bias and the router's weight.
+    """Return the gradients of x, weight, bias and the router's weight.
 
-    The gradient of a bias that is None is empty.
+    If the bias is None, its gradient is an empty tensor.
 
     Args:
-        dproduct, dweights, dprobs, drows: gradients of those outputs of `forward`, or None.
+        dproduct, dweights, dprobs, drows: gradients of the outputs of `forward` with these names, or None.
         rows: output of `forward`.
         x, weight, ..., padding: see `forward`.
     """

@@ -1,12 +1,12 @@
-"""`route` in Triton, and its backward.
+"""Route tokens in Triton: forward and backward.
 
-The kernel reads a block of tokens once. It multiplies them by the router's weight, computes the gates and counts which
-heads run. Backward computes the gates again, from the logits that were kept.
+The forward kernel reads a block of tokens once. It multiplies them by the router's weight, computes the gates and counts
+how many tokens run each head. The backward kernel computes the gates again, from the saved logits.
 
 The router has a kernel of its own, although its rows could be further columns of the product for queries, keys and
 values. That product rounds its results to 16 bits: heads would change, and equal logits would become common.
 
-Arguments, results and gradients are those of the C++ operator, see `kernels.route`, which also lists the pairs.
+Arguments, results and gradients are those of the C++ operator, see `kernels.route`, but this operator lists no pairs.
 """
 
 from typing import NamedTuple
@@ -25,27 +25,29 @@ from moh_vision.attention.kernels.gpu.blocks import (
 )
 
 GATE_FORMS = ("released", "paper", "renormalised")
-SMALLEST_GATE = tl.constexpr(1e-30)
-WEIGHT_TOKENS = 64  # in a step of the product that is the weight's gradient
+SMALLEST_GATE = tl.constexpr(1e-30)  # smaller gates become 0
+WEIGHT_TOKENS = 64  # tokens of one step of the weight's gradient
+LARGEST_SUM = 8192  # most elements [rows, channels] of the weight's gradient that a program holds in registers
+PROGRAMS = 528  # of the weight's gradient: four for each multiprocessor of an H100
 
 
 class Router(NamedTuple):
-    """What the kernels must know of a router at compile time. Its rows are as in `kernels.route.route`."""
+    """The compile-time constants of a router. The order of its rows is that of `kernels.route.LinearRouter.weight`."""
 
     CANDIDATES: int
     SHARED: int
-    RELEASED: bool
-    RENORMALISED: bool
+    RELEASED: bool  # the gate form is "released"
+    RENORMALISED: bool  # the gate form is "renormalised"
     BALANCED: bool
     ROWS: int
 
 
 def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: int) -> Router:
-    """Return what the kernels must know of a router; refuse a router that does not exist.
+    """Return the compile-time constants of a router; raise ValueError if no router has these numbers.
 
     Args:
         candidates, shared, routed, gate_form: see `kernels.route.LinearRouter`.
-        rows: rows of its weight.
+        rows: number of rows of the router's weight.
     """
     if gate_form not in GATE_FORMS:
         raise ValueError(f"route: no kind {gate_form!r}")
@@ -78,7 +80,14 @@ def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: i
 
 
 def tile(width: int) -> tuple[int, int, int]:
-    """Return tokens and columns of a tile for so many rows or heads, and the warps that hold it in their registers."""
+    """Return the size of a tile, and the number of warps whose registers hold it.
+
+    Args:
+        width: number of rows of the router's weight, or of heads.
+
+    Returns:
+        tokens, columns (a power of two, at least `width`) and warps.
+    """
     columns = max(16, next_power_of_2(width))
     if columns <= 32:
         return 32, columns, 4
@@ -92,10 +101,10 @@ def tile(width: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _softmax(logits, member):
-    """Softmax over the columns of a tile [BLOCK_N, COLUMNS] that are members; 0 in the others."""
+    """Return the softmax of a tile [BLOCK_N, COLUMNS] over the columns in `member`; 0 in the other columns."""
     logits = tl.where(member, logits, -float("inf"))
     powers = tl.exp(logits - tl.max(logits, 1)[:, None])
-    # div_rn because the usual division is approximate: gates of equal logits must be exactly 1 where all heads run.
+    # Triton's usual division is approximate. With div_rn the gates of equal logits are exactly 1 where all heads run.
     return tl.where(
         member, tl.div_rn(powers, tl.broadcast_to(tl.sum(powers, 1)[:, None], logits.shape)), 0.0
     )
@@ -103,14 +112,17 @@ def _softmax(logits, member):
 
 @triton.jit
 def _chosen(logits, member, routed):
-    """True for the largest logits of members; among equal ones the lower column wins, NaN counts as -inf."""
+    """Return a mask of the `routed` largest logits of each token among the columns in `member`.
+
+    Among equal logits the lower column wins. NaN counts as -inf.
+    """
     COLUMNS: tl.constexpr = logits.shape[1]
     column = tl.arange(0, COLUMNS)[None, :]
     score = tl.where(logits == logits, logits, -float("inf"))
     left = tl.broadcast_to(member, logits.shape)
     for _ in range(routed):
         largest = tl.max(tl.where(left, score, -float("inf")), 1)
-        # -inf may be the largest of what is left, and columns that are not left must not win then.
+        # `left &` matters where the largest score left is -inf: columns that are chosen already may have the same score.
         first = tl.min(tl.where(left & (score == largest[:, None]), column, COLUMNS), 1)
         left = left & (column != first[:, None])
     return member & (left == 0)
@@ -118,12 +130,14 @@ def _chosen(logits, member, routed):
 
 @triton.jit
 def _gates(logits, routed, router: tl.constexpr):
-    """What gates and their gradients are made of, logits [BLOCK_N, COLUMNS].
+    """Return what gates and their gradients are computed from: logits [BLOCK_N, COLUMNS], a column per row of the weight.
 
     Returns:
-        probabilities of the candidates and, in their columns, of the shared heads; which candidates are chosen
-        [BLOCK_N, COLUMNS]; the shares of both groups, the factors of both, and the sum of the chosen probabilities
-        [BLOCK_N].
+        probs: [BLOCK_N, COLUMNS], probabilities of the candidates and, in the columns of shared heads, theirs.
+        chosen: [BLOCK_N, COLUMNS], True for chosen candidates.
+        shared_alpha, routed_alpha: [BLOCK_N], weights of both groups (Jin 2024, eq. 6).
+        shared_factor, routed_factor: [BLOCK_N], a head's gate is its probability times its group's factor.
+        selected_sum: [BLOCK_N], sum of the probabilities of chosen candidates.
     """
     column = tl.arange(0, logits.shape[1])[None, :]
     candidate = column < router.CANDIDATES
@@ -154,7 +168,7 @@ def _gates(logits, routed, router: tl.constexpr):
         GROUPS: tl.constexpr = 2.0 if TWO_GROUPS else 1.0
         shared_factor = router.SHARED * (GROUPS * shared_alpha)
         routed_factor = routed * (GROUPS * routed_alpha)
-        # Where all candidates run the sum is 1, and rounding would spoil the identity.
+        # Where all candidates run, the sum is 1 but for rounding, which would keep gates of equal logits from being 1.
         routed_factor = tl.div_rn(
             routed_factor, tl.where(routed < router.CANDIDATES, selected_sum, 1.0)
         )
@@ -163,15 +177,18 @@ def _gates(logits, routed, router: tl.constexpr):
     return probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum
 
 
-# No kernel is specialised to numbers of tokens or of routed heads: other batches or budgets would compile them again.
+# Kernels are not specialised to the numbers of tokens and of routed heads, so that a new batch size or budget compiles
+# nothing.
 @triton.jit(do_not_specialize=["B", "N", "routed"])
 def _route_kernel(
     x, weight, padding, weights, active, rows, probs, counts, B, N, C, x_by, weight_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A program routes BLOCK_N tokens of one sequence; counts [B, H] are of tokens that are no padding.
+    """A program routes BLOCK_N tokens of one sequence and adds their number of runs of each head to counts [B, H].
 
-    Counts are whole numbers below 2^24, so that their sum in float32 is the same in any order.
+    Padding is not counted. Counts are integers below 2^24, so their float32 sum is exact, whatever the order of programs.
+
+    WIDEN: x and weight are converted to float32 before they are multiplied.
     """
     HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
     blocks = tl.cdiv(N, BLOCK_N)
@@ -198,13 +215,15 @@ def _route_kernel(
             if WIDEN:
                 x_tile = x_tile.to(tl.float32)
                 w_tile = w_tile.to(tl.float32)
-            # Never tf32: rounding must not decide which head wins. Products of 16-bit numbers are exact.
+            # "ieee", never tf32, because rounding must not decide which head wins. For 16-bit inputs it changes nothing:
+            # the product of two of their elements is exact in float32.
             logits = tl.dot(x_tile, w_tile, logits, input_precision="ieee")
 
     probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(
         logits, routed, router
     )
-    if router.RENORMALISED:  # p / p is exactly 1
+    if router.RENORMALISED:
+        # Not by way of the factor: the gate of a single chosen head is p / p, which is exactly 1.
         routed_gates = tl.div_rn(
             probabilities, tl.broadcast_to(selected_sum[:, None], probabilities.shape)
         )
@@ -214,7 +233,7 @@ def _route_kernel(
     runs = chosen | (column >= router.CANDIDATES)[None, :]
     gates = tl.where(candidate, routed_gates, probabilities * shared_factor[:, None])
     gates = tl.where(runs, gates, 0.0)
-    gates = tl.where(gates < SMALLEST_GATE, 0.0, gates)  # NaN stays
+    gates = tl.where(gates < SMALLEST_GATE, 0.0, gates)  # NaN stays NaN
 
     token = sequence.to(tl.int64) * N + n  # [BLOCK_N]
     here = exists[:, None] & candidate
@@ -231,7 +250,7 @@ def _route_kernel(
         counted = exists & is_real
     tl.store(probs + token[:, None] * router.CANDIDATES + column[None, :], shown, mask=here)
 
-    # Rows of the weight begin with the candidates, heads with the shared ones.
+    # The order of heads is shared, then candidates; columns, like rows of the weight, begin with the candidates.
     head = tl.where(column < router.CANDIDATES, column + router.SHARED, column - router.CANDIDATES)
     is_head = column < (HEADS if router.SHARED != 1 else router.CANDIDATES)
     to = token[:, None] * HEADS + head[None, :]
@@ -240,7 +259,7 @@ def _route_kernel(
     counts += sequence.to(tl.int64) * HEADS
     count = tl.sum((runs & counted[:, None]).to(tl.float32), 0)
     tl.atomic_add(counts + head, count, mask=is_head, sem="relaxed")
-    if router.SHARED == 1:  # it has no row
+    if router.SHARED == 1:  # a single shared head has no column: its probability is 1
         gate = tl.where(shared_factor < SMALLEST_GATE, 0.0, shared_factor)
         tl.store(weights + token * HEADS, gate, mask=exists)
         tl.store(active + token * HEADS, tl.full([BLOCK_N], 1, tl.uint8), mask=exists)
@@ -252,7 +271,7 @@ def _route_backward_kernel(
     dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the gradients of BLOCK_N tokens and of their logits, from which it computes the gates again."""
+    """A program computes the gradients of BLOCK_N tokens and of their logits; it computes their gates again from `rows`."""
     HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
     token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = token < T
@@ -292,7 +311,8 @@ def _route_backward_kernel(
         )
         routed_product = tl.sum(tl.where(chosen, dgate * probs, 0.0), 1)
         dchosen = dgate
-        if router.RELEASED:  # through the sum of the chosen probabilities too; MoA's is detached
+        if router.RELEASED:
+            # The gradient also flows through the sum of chosen probabilities, which MoA detaches.
             through_sum = tl.where(
                 routed < router.CANDIDATES, tl.div_rn(routed_product, selected_sum), 0.0
             )
@@ -346,7 +366,7 @@ def _weight_gradient_kernel(
     dlogits, x, sums, T, R, C, x_row, parts,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program adds up one of `parts` parts of the tokens, for BLOCK_C channels: sums [parts, R, C]."""
+    """A program computes dlogits^T x for BLOCK_C channels and one of `parts` parts of the tokens, into sums [parts, R, C]."""
     tiles = tl.cdiv(C, BLOCK_C)
     c = (tl.program_id(0) % tiles) * BLOCK_C + tl.arange(0, BLOCK_C)
     part = tl.program_id(0) // tiles
@@ -373,7 +393,7 @@ def _weight_gradient_kernel(
 
 
 def check(x: Tensor, weight: Tensor, padding: Tensor | None) -> None:
-    """Refuse tensors that the kernels cannot read."""
+    """Raise ValueError for tensors that the kernels cannot read."""
     for dtype in (x.dtype, weight.dtype):
         if dtype not in DTYPES:
             raise ValueError(f"route: float32, bfloat16 or float16, not {dtype}")
@@ -384,7 +404,7 @@ def check(x: Tensor, weight: Tensor, padding: Tensor | None) -> None:
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """Return a bool mask as kernels read it; None stays None."""
+    """Return a bool mask as contiguous uint8, which kernels read; None stays None."""
     if mask is None:
         return None
     return mask.contiguous().view(torch.uint8)
@@ -403,11 +423,12 @@ def forward(
 
     Args:
         x: tokens [B, N, C].
-        weight, candidates, shared, routed, gate_form: of the router, see `kernels.route.LinearRouter`.
-        padding: bool [B, N], True at padding, which probs and counts leave out.
+        weight, candidates, shared, routed, gate_form: see `kernels.route.LinearRouter`.
+        padding: bool [B, N], True at padding, where probs are 0 and which counts leave out; or None.
 
     Returns:
-        weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (the logits), probs [B, N, E], counts [B, H].
+        weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (outputs of the router's linear layer, the logits),
+        probs [B, N, E], counts [B, H].
     """
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
@@ -430,7 +451,7 @@ def forward(
         if columns == 16:  # measured, see docs/results/speed.md
             channels = 128
             warps = 2
-    # Triton's interpreter multiplies bfloat16 as integers.
+    # Triton's interpreter would multiply the bits of bfloat16 as integers.
     widen = x.dtype != weight.dtype or not x.is_cuda
     outputs = (weights, active.view(torch.uint8), rows, probs, counts)
     strides = (x.stride()[:2], weight.stride(0))
@@ -454,10 +475,10 @@ def backward(
     gate_form: str,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of tokens and weight.
+    """Return the gradients of x and weight.
 
     Args:
-        dweights, dprobs, drows: gradients of those outputs of `forward`, or None.
+        dweights, dprobs, drows: gradients of the outputs of `forward` with these names, or None.
         rows: output of `forward`.
         x, weight, ..., padding: see `forward`.
     """
@@ -474,7 +495,7 @@ def backward(
         grads.append(grad)
     weight = contiguous_rows(weight)
     precision = "ieee"
-    # tf32 loses less than the 16 bits of the tokens' gradients.
+    # For 16-bit tokens tf32 costs nothing: it rounds less than the dtype of their gradients.
     if x.dtype != torch.float32 or uses_tf32():
         precision = "tf32"
     block, columns, warps = tile(router.ROWS)
@@ -501,21 +522,25 @@ def backward(
 
 
 def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
-    """Return dlogits^T x in float32: dlogits [T, R] float32, x [T, C] -> [R, C]. x is read once, as it is."""
+    """Return dlogits^T x in float32: dlogits [T, R] float32, x [T, C] -> [R, C].
+
+    x is read once, in its own dtype.
+    """
     T, R = dlogits.shape
     C = x.shape[1]
     x = contiguous_rows(x)
     _, columns, warps = tile(R)
-    # What a program holds in registers and in shared memory grows with the rows of the weight.
-    columns_of_x = min(128, 8192 // columns)
+    # The registers and shared memory that a program needs grow with the rows of the weight.
+    channels = min(128, LARGEST_SUM // columns)
     tokens = WEIGHT_TOKENS
     if columns > 64:
         tokens = WEIGHT_TOKENS // 2
-    # About four programs for each multiprocessor of a large card; their sums are added up in a fixed order.
-    parts = min(cdiv(T, tokens), max(1, 528 // cdiv(C, columns_of_x)))
+    # Programs that share channels sum different parts of the tokens. The partial sums are added in a fixed order, without
+    # atomics.
+    parts = min(cdiv(T, tokens), max(1, PROGRAMS // cdiv(C, channels)))
     sums = x.new_empty((parts, R, C), dtype=torch.float32)
-    tiles = dict(BLOCK_T=tokens, BLOCK_C=columns_of_x, COLUMNS=columns, num_warps=warps)
-    _weight_gradient_kernel[(cdiv(C, columns_of_x) * parts,)](
+    tiles = dict(BLOCK_T=tokens, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
+    _weight_gradient_kernel[(cdiv(C, channels) * parts,)](
         dlogits, x, sums, T, R, C, x.stride(0), parts, PRECISION=precision, **tiles
     )
     return sums.sum(0)

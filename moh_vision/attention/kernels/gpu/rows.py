@@ -1,7 +1,7 @@
-"""What the kernels of attention share: rows of D numbers, products of tiles, masks, and how a tile is found.
+"""Functions that the attention kernels share: they load and store rows, multiply tiles, apply masks and find tiles.
 
-A head width is computed as one power of two, or as two where that pads less: 72 = 64 + 16 - 8, not 128. So what has D
-columns is a tuple of one or two parts.
+Triton's tiles have widths that are powers of two. A head width D is padded to one such width, or to the sum of two where
+this pads less: 72 to 64 + 16, not to 128. So a tile with D columns is a tuple of one or two tensors, its parts.
 """
 
 import functools
@@ -13,35 +13,42 @@ import triton.language as tl
 
 from moh_vision.attention.kernels.gpu.blocks import next_power_of_2
 
+# Kernels may read a global only if it is a tl.constexpr; the host uses its `value`.
 LOG2E = tl.constexpr(math.log2(math.e))
-NO_MASK = 0
-BOOL_MASK = 1
-FLOAT_MASK = 2
+LARGEST_INT32 = tl.constexpr(2**31 - 1)
+# The values of `Spec.MASK`.
+NO_MASK = tl.constexpr(0)
+BOOL_MASK = tl.constexpr(1)
+FLOAT_MASK = tl.constexpr(2)
 
-# Triton would compile a kernel for each of these that is 1 or divisible by 16, and make a constant of a 1.
+# Arguments that kernels are not specialised to: Triton would compile another kernel where one is divisible by 16, and
+# one where it is 1, which becomes a constant.
 SIZES = ["B", "N", "M", "H", "G"]
 
 
 class Spec(NamedTuple):
-    """What a kernel is compiled for."""
+    """The compile-time constants of an attention kernel."""
 
     D: int
-    WIDTH0: int
-    WIDTH1: int  # 0: there is one part
-    UNIT: int  # strides of rows are given in units of so many numbers
-    GATED: bool
-    MASK: int
+    WIDTH0: int  # width of the first part, see `widths`
+    WIDTH1: int  # width of the second part; 0: there is one part
+    UNIT: int  # row strides are given in units of so many elements, see `attend.unit_of`
+    GATED: bool  # whether outputs are multiplied by gates
+    MASK: int  # NO_MASK, BOOL_MASK or FLOAT_MASK
     CAUSAL: bool
-    PRECISION: str
-    BLOCK_M: int  # queries
-    BLOCK_N: int  # keys
-    EDGE_N: int  # keys of a block at the edge
-    TMA: bool
+    PRECISION: str  # input_precision of tl.dot: "ieee" or "tf32"
+    BLOCK_M: int  # queries of a tile
+    BLOCK_N: int  # keys of a block
+    EDGE_N: int  # keys of a block at the edge, see `attend.Given.edge`
+    TMA: bool  # whether blocks of keys and values are read through tensor descriptors
 
 
 @functools.cache
 def widths(D: int) -> tuple[int, int]:
-    """The parts of a head width: powers of two, 16 at least. 64 -> 64, 0; 72 -> 64, 16; 96 -> 64, 32."""
+    """Return the widths of the two parts of a head width; the second is 0 if there is one part.
+
+    Both are powers of two, at least 16, the least that tl.dot takes: 64 -> 64, 0; 72 -> 64, 16; 96 -> 64, 32.
+    """
     whole = max(16, next_power_of_2(D))
     first = whole // 2
     second = 0
@@ -57,6 +64,7 @@ def widths(D: int) -> tuple[int, int]:
 
 @triton.jit
 def load_part(pointer, rows, real, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr):  # fmt: skip
+    """Load columns FIRST .. FIRST + WIDTH - 1 of the rows at offsets `rows`; see `load`."""
     column = FIRST + tl.arange(0, WIDTH)
     pointers = pointer + rows[:, None] + column[None, :]
     if FIRST + WIDTH <= D:
@@ -74,7 +82,10 @@ def load_part(pointer, rows, real, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: 
 
 @triton.jit
 def load(pointer, rows, real, spec: tl.constexpr, ALL: tl.constexpr = False):
-    """The rows in their parts; 0 beyond D and in rows that are not `real`. ALL: all rows are."""
+    """Load the rows at offsets `rows` as a tuple of parts: 0 in columns beyond D, and in rows that are not `real`.
+
+    ALL: all rows are real, and `real` is not read.
+    """
     x = (load_part(pointer, rows, real, 0, spec.WIDTH0, spec.D, ALL),)
     if spec.WIDTH1 > 0:
         x = (x[0], load_part(pointer, rows, real, spec.WIDTH0, spec.WIDTH1, spec.D, ALL))
@@ -83,7 +94,7 @@ def load(pointer, rows, real, spec: tl.constexpr, ALL: tl.constexpr = False):
 
 @triton.jit
 def load_packed(pointer, first, real, ROWS: tl.constexpr, spec: tl.constexpr, ALL: tl.constexpr = False):  # fmt: skip
-    """Rows `first`, `first` + 1, ... of those that `pack_kernel` wrote side by side."""
+    """Load rows `first`, `first` + 1, ... of the contiguous rows that `pack_kernel` wrote; see `load`."""
     WIDTH: tl.constexpr = spec.WIDTH0 + spec.WIDTH1
     rows = (tl.cast(first, tl.int64) + tl.arange(0, ROWS)) * WIDTH
     x = (load_part(pointer, rows, real, 0, spec.WIDTH0, WIDTH, ALL),)
@@ -94,12 +105,13 @@ def load_packed(pointer, first, real, ROWS: tl.constexpr, spec: tl.constexpr, AL
 
 @triton.jit
 def load_tile(tiles, b, g, row, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `row`, `row` + 1, ... of a descriptor over [B, G, M, D]; 0 beyond M."""
+    """Load rows `row`, `row` + 1, ... through `tiles`, a descriptor of a tensor [B, G, M, D]; rows beyond M are 0."""
     return tl.reshape(tiles.load([b, g, row, 0]), [ROWS, WIDTH])
 
 
 @triton.jit
 def store_part(pointer, rows, x, real, FIRST: tl.constexpr, D: tl.constexpr):
+    """Store x in columns FIRST, FIRST + 1, ... of the rows at offsets `rows`, up to column D - 1."""
     column = FIRST + tl.arange(0, x.shape[1])
     pointers = pointer + rows[:, None] + column[None, :]
     mask = real[:, None] & (column < D)[None, :]
@@ -108,6 +120,7 @@ def store_part(pointer, rows, x, real, FIRST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store(pointer, rows, x, real, spec: tl.constexpr):
+    """Store the parts of x as rows of D elements at offsets `rows`, where `real`."""
     store_part(pointer, rows, x[0], real, 0, spec.D)
     if spec.WIDTH1 > 0:
         store_part(pointer, rows, x[1], real, spec.WIDTH0, spec.D)
@@ -115,12 +128,13 @@ def store(pointer, rows, x, real, spec: tl.constexpr):
 
 @triton.jit
 def zeros_part(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Triton 3.6 takes no `spec.X` in a list."""
+    """Return zeros [ROWS, WIDTH]; a function because Triton 3.6 does not accept `spec.WIDTH0` in the list of a shape."""
     return tl.zeros([ROWS, WIDTH], tl.float32)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, spec: tl.constexpr):
+    """Return ROWS rows of zeros as a tuple of parts."""
     x = (zeros_part(ROWS, spec.WIDTH0),)
     if spec.WIDTH1 > 0:
         x = (x[0], zeros_part(ROWS, spec.WIDTH1))
@@ -129,6 +143,7 @@ def zeros(ROWS: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def times(x, factor, spec: tl.constexpr):
+    """Return x * factor for x in parts."""
     y = (x[0] * factor,)
     if spec.WIDTH1 > 0:
         y = (y[0], x[1] * factor)
@@ -137,7 +152,7 @@ def times(x, factor, spec: tl.constexpr):
 
 @triton.jit
 def product(a, b, spec: tl.constexpr):
-    """a b^T in float32."""
+    """Return a b^T in float32, for a and b in parts."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision=spec.PRECISION)
     if spec.WIDTH1 > 0:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision=spec.PRECISION)
@@ -146,7 +161,7 @@ def product(a, b, spec: tl.constexpr):
 
 @triton.jit
 def add_product(total, p, x, spec: tl.constexpr):
-    """total + p x, for p of one part."""
+    """Return total + p x, for `total` and x in parts and p a plain tensor, in the dtype of x."""
     p = p.to(x[0].dtype)
     y = (tl.dot(p, x[0], total[0], input_precision=spec.PRECISION),)
     if spec.WIDTH1 > 0:
@@ -156,7 +171,7 @@ def add_product(total, p, x, spec: tl.constexpr):
 
 @triton.jit
 def row_products(a, b, spec: tl.constexpr):
-    """a . b of every row, in float32."""
+    """Return the dot product of each row of a with the same row of b, in float32."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if spec.WIDTH1 > 0:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -168,14 +183,16 @@ def row_products(a, b, spec: tl.constexpr):
 
 @triton.jit
 def load_keys(tiles, pointer, b, g, start, rows_by, real, EDGE: tl.constexpr, spec: tl.constexpr):
-    """Keys or values `start`, `start` + 1, ... of a sequence and key-value head.
+    """Load a block of keys or values of sequence b and key-value head g, from row `start` on.
 
     Args:
-        tiles: descriptor of all of them, read where spec.TMA.
-        pointer: to the first one, read elsewhere and at the edge.
+        tiles: descriptor of all keys or values [B, G, M, D]; used if spec.TMA, but not at the edge.
+        pointer: pointer to row 0 of b and g; used otherwise.
         b, g: sequence and key-value head.
-        rows_by: numbers from one row to the next.
-        real: which rows exist; beside an edge all do.
+        start: first row of the block.
+        rows_by: row stride, in elements.
+        real: which rows exist; only read at the edge.
+        EDGE: some rows of the block may not exist.
     """
     if spec.TMA and not EDGE:
         x = (load_tile(tiles, b, g, start, spec.BLOCK_N, spec.WIDTH0),)
@@ -190,13 +207,18 @@ def load_keys(tiles, pointer, b, g, start, rows_by, real, EDGE: tl.constexpr, sp
 def see(scores, mask, n, key, M, root, EDGE: tl.constexpr, spec: tl.constexpr):
     """Mask the scores, which are not yet divided by `root` = sqrt(D).
 
-    mask: pointers to its numbers; n, key: the tokens and keys, one a row, the other a column. EDGE: some keys may lie
-    beyond M or after a token.
+    Args:
+        scores: one row per query and one column per key, or the other way round.
+        mask: pointers to the mask's elements, of the shape of `scores`.
+        n, key: indices of queries and keys, one of them a row and the other a column.
+        M: number of keys.
+        root: sqrt(D).
+        EDGE: some keys may not exist, or come after a query in a causal call.
     """
     real = key < M
-    if spec.MASK == 1:
+    if spec.MASK == BOOL_MASK:
         scores = tl.where(tl.load(mask, mask=real, other=0) != 0, scores, -float("inf"))
-    if spec.MASK == 2:
+    if spec.MASK == FLOAT_MASK:
         scores += tl.load(mask, mask=real, other=0.0).to(tl.float32) * root
     if EDGE:
         if spec.CAUSAL:
@@ -210,14 +232,18 @@ def see(scores, mask, n, key, M, root, EDGE: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def find_tile(token, offsets, B, N, H, spec: tl.constexpr):
-    """The tile of this program.
+    """Find the tile of this program in the list of pairs.
 
-    Neighbouring programs are tiles of one segment, then of the next head, which may read the same keys and values. A
-    segment without pairs has one tile without pairs: it writes the zeros.
+    Consecutive programs have the tiles of one segment, then those of the next head of the same sequence, which may read
+    the same keys and values. A segment without pairs has one tile without pairs, which only writes zeros.
 
     Returns:
-        whether there is such a tile; b, h; the first pair, the pair after the last, the tokens of its pairs; and the
-        tokens that it answers for, from its first (0 for the segment's first tile) to the next tile's first.
+        exists: whether this program has a tile.
+        b, h: its sequence and head.
+        first, stop: its pairs are first .. stop - 1 of the list.
+        n: the tokens of its pairs, [BLOCK_M].
+        low, high: the tile writes its results or zeros for tokens low .. high - 1: from its first token, or 0 for the
+            first tile of a segment, to the token before the next tile's first, or N - 1 for the last tile.
     """
     tiles = tl.cdiv(N, spec.BLOCK_M)
     program = tl.program_id(0)
@@ -234,7 +260,7 @@ def find_tile(token, offsets, B, N, H, spec: tl.constexpr):
     stop = tl.minimum(first + spec.BLOCK_M, end)
     shift = b * N
     pair = first + tl.arange(0, spec.BLOCK_M)
-    # `exists & (pair < stop)` is no mask to the interpreter of Triton 3.9: a scalar bool becomes an int32 there.
+    # Not mask=exists & (pair < stop): in the interpreter of Triton 3.9 a scalar bool becomes an int32, which is no mask.
     n = tl.load(token + pair, mask=pair < tl.where(exists, stop, first), other=shift) - shift
     low = tl.load(token + first, mask=exists & (first < stop) & (index > 0), other=shift) - shift
     high = tl.load(token + stop, mask=exists & (stop < end), other=shift + N) - shift
@@ -243,7 +269,10 @@ def find_tile(token, offsets, B, N, H, spec: tl.constexpr):
 
 @triton.jit
 def key_range(n, first, stop, M, spec: tl.constexpr):
-    """Return two keys: all queries of a tile see the keys before the first, none sees the second or one after it."""
+    """Return `full` and `last`: all queries of a tile see the keys before `full`, and none sees a key from `last` on.
+
+    `full` is a multiple of BLOCK_N. The keys between them need a mask, see EDGE.
+    """
     last = M
     full = M // spec.BLOCK_N * spec.BLOCK_N
     if spec.CAUSAL:
@@ -259,9 +288,14 @@ def key_range(n, first, stop, M, spec: tl.constexpr):
 
 @triton.jit
 def write_zeros(x, x_by, gates, gates_by, n, first, stop, low, high, spec: tl.constexpr):
-    """Write zeros for the tokens low .. high - 1 that are not among the tile's, n.
+    """Write zeros for those of the tokens low .. high - 1 that have no pair in the tile.
 
-    x: pointer to the rows of b and h, `x_by` numbers apart; gates: likewise, or None.
+    Args:
+        x: pointer to the rows of b and h that get zeros.
+        x_by: stride of these rows, in elements.
+        gates: pointer to further elements that get zeros, one per token, or None.
+        gates_by: stride of these elements.
+        n, first, stop, low, high: see `find_tile`.
     """
     if high - low > stop - first:
         taken = tl.where(first + tl.arange(0, spec.BLOCK_M) < stop, n, -1)
@@ -277,10 +311,11 @@ def write_zeros(x, x_by, gates, gates_by, n, first, stop, low, high, spec: tl.co
 
 @triton.jit
 def count_below(token, begin, end, limit):
-    """Count how many of the pairs begin .. end - 1, whose tokens rise, have a token below `limit`."""
+    """Return how many of the pairs begin .. end - 1 have a token below `limit`."""
+    BLOCK: tl.constexpr = 1024
     count = 0
-    for start in range(begin, end, 1024):
-        pair = start + tl.arange(0, 1024)
-        n = tl.load(token + pair, mask=pair < end, other=2147483647)
+    for start in range(begin, end, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        n = tl.load(token + pair, mask=pair < end, other=LARGEST_INT32)
         count += tl.sum((n < limit).to(tl.int32), 0)
     return count

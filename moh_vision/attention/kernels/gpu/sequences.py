@@ -1,15 +1,15 @@
-"""Products of sequences with the weights of their own heads, in Triton: no weight is gathered. For inference.
+"""Multiply each sequence by the weights of the heads that it runs, in Triton, without a gathered copy of the weights.
 
-Every sequence s runs K heads; slot j is the j-th of them. A tile of a product looks up which rows or columns of the weight
-belong to its slots:
+Every sequence s runs K heads; slot j holds the j-th of them, head(s, j). A tile of a product looks up the rows or
+columns of the weight that belong to its slots:
 
-    q, k, v   y[s, t, j, d] = sum_c x[s, t, c] W[head * D + d, c]     rows looked up along the result
-    output    y[s, t, c] = sum_jd o[s, t, j, d] W[c, head * D + d]    columns looked up along the sum
+    q, k, v   y[s, t, j, d] = sum_c x[s, t, c] W[head(s, j) * D + d, c]     looks up rows of W, the columns of the result
+    output    y[s, t, c] = sum_jd o[s, t, j, d] W[c, head(s, j) * D + d]    looks up columns of W, over which it sums
 
-The gate of a head is a factor of its values: softmax(q k) (g v) = g softmax(q k) v.
+The gate g of a head multiplies its values: softmax(q k) (g v) = g softmax(q k) v.
 
-Training does not go this way. On an H100, with half of the heads of ViT-B, looking rows up for the gradient of x takes 1.3
-times and for that of the weight 2.7 times as long as the library's product for all heads (docs/results/speed.md).
+This is for inference only. In training, on an H100 and with half of the heads of ViT-B, the gradient of x would take 1.3
+times and that of the weight 2.7 times as long as PyTorch's product for all heads (docs/results/speed.md).
 """
 
 from typing import NamedTuple
@@ -23,29 +23,34 @@ from moh_vision.attention.kernels.gpu.blocks import (
     cdiv,
     contiguous_rows,
     next_power_of_2,
-    numbers_of,
+    precision_of,
 )
 
+# Arguments that kernels are not specialised to, so that other sizes compile nothing.
 SIZES = ["S", "T"]
+# Which part of the product for q, k and v a program computes. The part of queries is 0.
+KEYS = tl.constexpr(1)
+VALUES = tl.constexpr(2)
 
 
 class ProductBlock(NamedTuple):
-    """How a product divides its work."""
+    """Block sizes and launch options of a product."""
 
     rows: int
     columns: int
-    inner: int
+    inner: int  # length of a step along the sum
     warps: int
     stages: int
 
 
-# By numbers.
+# The block of `_rows_kernel`, by precision (see `blocks.precision_of`).
 ROWS = {
     "16 bits": ProductBlock(128, 128, 64, 4, 3),
     "tf32": ProductBlock(128, 64, 32, 8, 2),
     "float32": ProductBlock(32, 32, 32, 4, 1),
 }
-# What stands where in the weight is loaded one stage before the weight.
+# The block of `_columns_kernel`, by precision. Where loads are pipelined it has one stage more than ROWS, because the
+# indices of the weight's columns are loaded one stage before the columns.
 COLUMNS = {
     "16 bits": ProductBlock(128, 128, 64, 8, 4),
     "tf32": ProductBlock(128, 64, 32, 8, 3),
@@ -60,7 +65,10 @@ COLUMNS = {
 def _plan_kernel(
     active, weights, heads, gates, index, H, K, D, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A program plans one sequence. Its slots are the heads that run, in rising order, then idle heads that fill up."""
+    """A program plans one sequence: it fills the slots with the heads that run, and what is left with idle heads.
+
+    Both are in ascending order. Idle heads get gate 0.
+    """
     s = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, COLUMNS)
     runs = (tl.load(active + s * H + head, mask=head < H, other=0) != 0).to(tl.int32)
@@ -77,17 +85,18 @@ def _plan_kernel(
 
 
 def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Prepare a choice of heads for sequences for the products.
+    """Prepare `project` and `combine` for the heads that each sequence runs.
 
     Args:
         active: bool [S, 1, H].
         weights: float32 [S, 1, H].
-        count: K, at least as many as any sequence runs.
+        count: K, at least the largest number of heads that a sequence runs.
         head_dim: D.
 
     Returns:
-        heads int32 [S, K]; gates float32 [S, K]; and where the numbers of the slots stand in a weight of all heads, int32
-        [S, K * D].
+        heads: int32 [S, K], the head in each slot.
+        gates: float32 [S, K], its gate.
+        index: int32 [S, K * D], for each column of the slots its row or column in the weight of all heads, head * D + d.
     """
     S, _, H = active.shape
     heads = torch.empty((S, count), dtype=torch.int32, device=active.device)
@@ -105,7 +114,7 @@ def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Te
 
 @triton.jit
 def _tile_of(tiles_m, tiles_n):
-    """Sequence, tile of rows and tile of columns of this program. Tiles of one sequence follow each other."""
+    """Return the sequence, the tile of rows and the tile of columns of this program; tiles of a sequence are consecutive."""
     program = tl.program_id(0)
     s = program // (tiles_m * tiles_n)
     left = program % (tiles_m * tiles_n)
@@ -118,14 +127,17 @@ def _rows_kernel(
     D: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [S, T, C] times the rows of W [3 * H * D, C] that a sequence looks up -> q, k and gated v [S, T, K * D]."""
+    """Multiply x [S, T, C] by the rows of W [3 * H * D, C] of each sequence's heads -> q, k and gated v [S, T, K * D].
+
+    EVEN: C is a multiple of BLOCK_K.
+    """
     width = K * D
     tiles_of_part = tl.cdiv(width, BLOCK_N)
     s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), 3 * tiles_of_part)
     part = n // tiles_of_part
     t = m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (n % tiles_of_part) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies beyond the end is read again from the beginning, and not stored.
+    # Columns beyond `width` read the first rows again; what they compute is not stored.
     inside = column % width
     row = part * H * D + tl.load(index + s * width + inside)
     c = tl.arange(0, BLOCK_K)
@@ -151,9 +163,9 @@ def _rows_kernel(
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[None, :]
     y = q
-    if part == 1:
+    if part == KEYS:
         y = k
-    if part == 2:
+    if part == VALUES:
         y = v
         total *= tl.load(gates + s * K + inside // D)[None, :]
     rows = (s.to(tl.int64) * T + t)[:, None] * width
@@ -169,7 +181,10 @@ def _columns_kernel(
     UNIT: tl.constexpr, UNIT_C: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """o [S, T, K * D] times the columns of W [C, H * D] that a sequence looks up -> y [S, T, C]."""
+    """Multiply o [S, T, K * D] by the columns of W [C, H * D] of each sequence's heads -> y [S, T, C].
+
+    UNIT, UNIT_C: see `_unit`, of D and of C. EVEN: K * D is a multiple of BLOCK_K.
+    """
     s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), tl.cdiv(C, BLOCK_N))
     t = m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -203,16 +218,19 @@ def _columns_kernel(
 
 
 def _unit(number: int) -> int:
-    """Return 8 where a number is a multiple of 8, else 1: how many neighbours lie side by side in memory."""
+    """Return 8 if a number is a multiple of 8, else 1.
+
+    Indices into the weight then come in runs of so many consecutive ones, which Triton can load at once.
+    """
     if number % 8 == 0:
         return 8
     return 1
 
 
 def _options(block: ProductBlock, dtype: torch.dtype) -> dict:
-    """Return what both kernels are compiled for."""
+    """Return the compile-time constants and launch options that both products have."""
     return dict(
-        PRECISION="tf32" if numbers_of(dtype) == "tf32" else "ieee",
+        PRECISION="tf32" if precision_of(dtype) == "tf32" else "ieee",
         BLOCK_M=block.rows,
         BLOCK_N=block.columns,
         BLOCK_K=block.inner,
@@ -224,11 +242,12 @@ def _options(block: ProductBlock, dtype: torch.dtype) -> dict:
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, heads: Tensor, gates: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and gated values of the heads that each sequence runs.
+    """Compute queries, keys and gated values of the heads that each sequence runs.
 
     Args:
         x: [S, T, C].
-        weight: [3 * H * D, C], rows grouped q | k | v and by head; bias [3 * H * D] or None. Numbers as x.
+        weight: [3 * H * D, C] in the dtype of x; its rows are grouped q | k | v, and by head in each group.
+        bias: [3 * H * D] in the dtype of x, or None.
         heads, gates, index: see `plan`.
 
     Returns:
@@ -240,7 +259,7 @@ def project(
     x = contiguous_rows(x)
     weight = contiguous_rows(weight)
     q, k, v = (x.new_empty(S, T, K, D) for _ in range(3))
-    block = ROWS[numbers_of(x.dtype)]
+    block = ROWS[precision_of(x.dtype)]
     programs = S * cdiv(T, block.rows) * 3 * cdiv(K * D, block.columns)
     if programs:
         tensors = (x, weight, bias, gates, index, q, k, v)
@@ -255,8 +274,9 @@ def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Te
     """Project the outputs of the heads that each sequence runs: o [S, T, K, D] -> [S, T, C].
 
     Args:
-        o: gated already, through the values.
-        weight: [C, H * D]; bias [C] or None. Numbers as o.
+        o: outputs, already multiplied by gates, because the values were.
+        weight: [C, H * D] in the dtype of o.
+        bias: [C] in the dtype of o, or None.
         index: see `plan`.
     """
     S, T, K, D = o.shape
@@ -264,7 +284,7 @@ def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Te
     weight = contiguous_rows(weight)
     C = weight.shape[0]
     y = o.new_empty(S, T, C)
-    block = COLUMNS[numbers_of(o.dtype)]
+    block = COLUMNS[precision_of(o.dtype)]
     programs = S * cdiv(T, block.rows) * cdiv(C, block.columns)
     if programs:
         tensors = (o, weight, bias, index, y)

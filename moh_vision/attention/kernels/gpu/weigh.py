@@ -1,4 +1,4 @@
-"""Outputs of all heads times their gates, in Triton: each number is read once, in the order in which they lie."""
+"""Multiply the outputs of all heads by their gates, in Triton: each element is read once, in the order of memory."""
 
 import torch
 import triton
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2
 
-TOKENS = 64  # of a program
+TOKENS = 64  # tokens of a program
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def _weigh_kernel(
     o, weights, y, T, N, H, o_by, weights_by, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """A program weighs one head of TOKENS tokens."""
+    """A program multiplies the outputs of one head by its gates, for TOKENS tokens: o [B, H, N, D] -> y [B, N, H * D]."""
     h = tl.program_id(0) % H
     t = (tl.program_id(0) // H).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     b = t // N
@@ -33,7 +33,10 @@ def _weigh_kernel(
 def _weigh_backward_kernel(
     dy, o, weights, do, dweights, T, N, H, o_by, weights_by, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """A program computes both gradients of one head of TOKENS tokens: do [B, N, H, D], dweights [B, N, H]."""
+    """A program computes the gradients of one head's outputs and gates, for TOKENS tokens.
+
+    do: [B, N, H, D]; dweights: [B, N, H].
+    """
     h = tl.program_id(0) % H
     t = (tl.program_id(0) // H).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     b = t // N
@@ -51,28 +54,31 @@ def _weigh_backward_kernel(
 
 
 def lies_by_token(o: Tensor) -> bool:
-    """Return whether the heads of a token lie side by side in o [B, H, N, D], as fused attention leaves them."""
+    """Return whether o [B, H, N, D] is a transposed [B, N, H, D] whose last two dimensions are contiguous.
+
+    Fused attention returns its outputs so.
+    """
     return o.stride(3) == 1 and o.stride(1) == o.shape[3]
 
 
 def weights_by(weights: Tensor) -> tuple[int, int, int]:
-    """Strides of weights [B, N or 1, H]."""
+    """Return the strides of weights [B, N or 1, H] along b, n and h; 0 along n if there is one weight per sequence."""
     by = weights.stride()
-    if weights.shape[1] == 1:  # one weight of a sequence serves all tokens
+    if weights.shape[1] == 1:  # all tokens of a sequence share its weights
         return by[0], 0, by[2]
     return by
 
 
 def options(D: int) -> dict[str, int]:
-    """Return what a kernel is compiled for."""
+    """Return the compile-time constants and launch options of both kernels."""
     warps = 4
-    if D > 128:  # 4 would not hold a wider tile in their registers
+    if D > 128:  # the registers of 4 warps would not hold a wider tile
         warps = 8
     return dict(D=D, WIDTH=next_power_of_2(D), TOKENS=TOKENS, num_warps=warps)
 
 
 def forward(o: Tensor, weights: Tensor) -> Tensor:
-    """o [B, H, N, D] times weights [B, N or 1, H] -> [B, N, H*D]."""
+    """Multiply outputs by weights: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D]."""
     if not lies_by_token(o):
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
     B, H, N, D = o.shape
@@ -87,7 +93,7 @@ def forward(o: Tensor, weights: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, o: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of o and weights, from the gradient of the result of `forward`."""
+    """Return the gradients of o and weights, from `dy`, the gradient of the result of `forward`."""
     if not lies_by_token(o):
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
     B, H, N, D = o.shape

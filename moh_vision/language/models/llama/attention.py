@@ -173,20 +173,22 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def _route(
         self, x: Tensor, stats: list[RoutingStats] | None, padded: Tensor | None
     ) -> tuple[Tensor | None, Routing]:
-        """Return queries [B, H, N, D] and the routing; append the routing's statistics to `stats`.
+        """Return queries [B, N, H, D] and the routing; append the routing's statistics to `stats`.
 
         The queries are None if the router does not read them.
         """
         collects = stats is not None and len(stats) == self.layer_idx
         queries = None
+        router_queries = None  # as routers read them, [B, H, N, D]
         if self.needs_query:
-            queries = self.project_queries(x).transpose(1, 2)
+            queries = self.project_queries(x)
+            router_queries = queries.transpose(1, 2)
         learns = self.training or torch.is_grad_enabled()
         decodes = x.shape[1] == 1 and not collects and not learns
         if decodes and self.needs_query:
-            routing = self.router.choose(queries)  # statistics would be read by nobody
+            routing = self.router.choose(router_queries)  # statistics would be read by nobody
         else:
-            routing = self.router(x, queries, padded)
+            routing = self.router(x, router_queries, padded)
         if collects:
             stats.append(routing.stats)
         return queries, routing
@@ -202,7 +204,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         if queries is None:
             q = self.q_proj(x).view(shape)
         else:
-            q = queries.transpose(1, 2)
+            q = queries
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
