@@ -118,7 +118,10 @@ def forget_precision():
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
+    """trained(name, steps, *options) returns the folder of a small run of `small_runs`, which ends in its name.
+
+    Tests share the folders: a test that changes one changes a copy.
+    """
     from tests.support import small_runs
 
     kept = {}

@@ -4,12 +4,12 @@ from PIL import Image
 
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import center_crop, decode_image
-from tests.support.pictures import encoded, gradient, kinds
+from tests.support.pictures import encoded, gradient, image_files
 
 
-@pytest.mark.parametrize("name", kinds())
+@pytest.mark.parametrize("name", image_files())
 def test_every_kind_of_file_is_the_same_picture(name):
-    image = decode_image(kinds()[name], name)
+    image = decode_image(image_files()[name], name)
     assert image.size == (12, 8) and image.mode in ("L", "RGB")
     grey = name.startswith(("grey", "bit"))
     expected = gradient().convert("L" if grey else "RGB")
