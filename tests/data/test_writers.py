@@ -193,7 +193,7 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     words = f"error: {out}/.*: File too large; finished shards are kept, the same command goes on"
-    assert re.search(words, told(capfd))
+    assert re.search(words, error_line(capfd))
     assert not list(out.glob("train-*")) and not list(out.glob(".*.tmp"))
     assert writer.run(out, *writer.shards(2)) == 0
 
@@ -248,7 +248,7 @@ def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd,
     before = contents(out)
     options = change if isinstance(change, tuple) else ()
     assert writer.run(out, *writer.shards(2), *options) == 2
-    line = told(capfd)
+    line = error_line(capfd)
     if change in ("class", "gone") and "lists other classes" in line:
         words = "lists other classes"
     assert re.search(words, line), line
@@ -266,20 +266,20 @@ def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, writer, 
     for name in strangers:
         (out / name).write_text("mine")
         assert writer.run(out) == 2
-        assert f"holds {name}, which this command did not write" in told(capfd)
+        assert f"holds {name}, which this command did not write" in error_line(capfd)
         assert (out / name).read_text() == "mine" and not (out / writer.record).exists()
         (out / name).unlink()
     (out / "classes.txt").write_text("ant\nbee\n")
     if writer.command == "shards":  # latents have their classes in the record
         assert writer.run(out) == 2
-        assert "classes.txt is there and lists other classes" in told(capfd)
+        assert "classes.txt is there and lists other classes" in error_line(capfd)
         (out / "classes.txt").unlink()
     assert writer.run(out) == 0
     assert (out / "notes.txt").read_text() == "mine"
     assert (out / "test-000000.tar").read_text() == "another split's"
     (out / writer.shard(9)).write_text("mine")
     assert writer.run(out) == 2
-    assert f"holds {writer.shard(9)}" in told(capfd)
+    assert f"holds {writer.shard(9)}" in error_line(capfd)
 
 
 def test_a_record_cannot_name_files_elsewhere(tmp_path, writer):

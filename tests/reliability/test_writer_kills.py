@@ -15,7 +15,7 @@ from safetensors import safe_open
 from moh_vision.engine.step_folders import damage, latest_checkpoint
 from tests.support.processes import fork, wait
 from tests.support.repeat import cases
-from tests.support.small_training import again, at_point, hidden, seal
+from tests.support.small_training import at_point, copy_over, hidden, seal
 
 
 def kill_this_process(point):
@@ -35,14 +35,14 @@ def steps_2_and_4(checkpoints):
 
 def step_6_is_there_and_alone(checkpoints):
     """Step 6 exists already, with the weights of step 4. Saving an existing whole checkpoint again changes nothing."""
-    again(checkpoints / "step_4", checkpoints / "step_6")
+    copy_over(checkpoints / "step_4", checkpoints / "step_6")
     seal(checkpoints / "step_6", step=6)
     for step in (2, 4):
         shutil.rmtree(checkpoints / f"step_{step}")
 
 
 def step_6_is_there_and_damaged(checkpoints):
-    again(checkpoints / "step_4", checkpoints / "step_6")
+    copy_over(checkpoints / "step_4", checkpoints / "step_6")
     seal(checkpoints / "step_6", step=6)
     shutil.rmtree(checkpoints / "step_2")
     (checkpoints / "step_6" / "model.safetensors").write_bytes(b"torn")
@@ -81,7 +81,7 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
         }
     before(base / "checkpoints")
 
-    again(base, run)
+    copy_over(base, run)
     points = []
     assert training.save(run, 6, 1, points.append) is None
     assert len(points) >= 20 and hidden(run) == []
@@ -89,7 +89,7 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
 
     ends = {4: 0, 6: 0}  # step -> how many runs resume from it
     for last in range(len(points) + 1):
-        again(base, run)
+        copy_over(base, run)
         training.saved.restore(tmp_path / "step_6")
         kill = at_point(last, kill_this_process)
 
