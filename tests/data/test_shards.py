@@ -23,7 +23,8 @@ from moh_vision.data.folder import IMAGES, ImageFolder
 from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
-from tests.support.refusals import refuse, told
+from tests.support import refusals
+from tests.support.refusals import refuse
 
 
 def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):
@@ -35,21 +36,12 @@ def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", f
 
 
 def run(source, out, *more, workers=1):
-    return main(
-        [
-            "shards",
-            "--in",
-            str(source),
-            "--out",
-            str(out),
-            "--workers",
-            str(workers),
-            *map(str, more),
-        ]
-    )
+    """Run the command `shards` and return its exit code."""
+    argv = ["shards", "--in", source, "--out", out, "--workers", workers, *more]
+    return main([str(word) for word in argv])
 
 
-error_line = partial(told, command="shards")
+error_line = partial(refusals.error_line, command="shards")
 
 
 def test_a_folder_of_classes_is_divided(tmp_path, capfd):

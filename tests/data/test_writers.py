@@ -25,7 +25,7 @@ from moh_vision.data.shards import Shards
 from moh_vision.diffusion.latents import write_latents
 from moh_vision.diffusion.latents.stored import LatentCache
 from tests.support.pictures import contents, write_folder
-from tests.support.refusals import one_line, told
+from tests.support.refusals import error_line, one_line
 from tests.support.tiny_vae import save_tiny_vae
 
 
@@ -207,9 +207,8 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
         if child == 0:
             os._exit(writer.run(out))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in told(
-        capfd
-    )
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"--out {out}: {owner} is writing there" in error_line(capfd)
     assert writer.run(out) == 0
 
 

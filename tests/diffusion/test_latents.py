@@ -20,7 +20,7 @@ from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments, load_vae
 from tests.support.pictures import contents, write_folder
 from tests.support.processes import on_two_ranks
-from tests.support.refusals import one_line, told
+from tests.support.refusals import error_line, one_line
 from tests.support.tiny_vae import save_tiny_vae
 
 
