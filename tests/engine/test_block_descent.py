@@ -443,14 +443,14 @@ MAE = (
 
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
     """Bits of weights, batch statistics, EMA and both optimisers are compared."""
-    root = write_folder(tmp_path / "d", train=8)  # an epoch is two steps: steps 0, 1, 4 and 5 have a phase G
+    root = write_folder(tmp_path / "d", train=8)  # an epoch is two steps: 1, 2, 5 and 6 have a phase G
     _, run = whole_and_resumed("cls", tmp_path, [3, 6], *MAE, "--data.root", root)
     _, gates = outcome(run)["optimizers"]
     settings = [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")]
     assert settings == [1, 0, 0]
     lines = logged(run)
     assert [e["step"] for e in lines if "gate_grad_norm" in e] == [1, 2, 5, 6] and len(lines) == 6
-    # Between steps 3 and 6 all parameters of the gates move, although step 4 has no phase G.
+    # Steps 5 and 6 have moved every gate since the checkpoint of step 3.
     states = [load_file(run / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
     gates = [name for name in states[0] if ".router." in name]
     assert gates and all(not torch.equal(states[0][name], states[1][name]) for name in gates)
