@@ -275,7 +275,7 @@ def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, task):
 
 
 def assert_grid(path, columns, rows):
-    """Assert the size of a grid of images of 48 pixels, with 2 pixels between them and names of classes at the left."""
+    """Assert that a picture has so many columns and rows of 50 pixels, and names of classes at the left."""
     with Image.open(path) as grid:
         assert grid.height == rows * 50 + 2
         assert 0 < grid.width - (columns * 50 + 2) < 40, "the names of the classes"
