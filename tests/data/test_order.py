@@ -100,4 +100,7 @@ def test_copies_lie_in_different_micro_batches():
         micro = [[i for _, i in steps[step * 3 + m]] for m in range(3)]
         assert micro[0] == micro[1] == micro[2] and len(set(micro[0])) == 4
     whole = list(batches(repeats=3, batch_size=12, stop=2))
-    assert [flat(steps[:3]), flat(steps[3:])] == whole  # accumulation does not change the samples of a step
+    assert [
+        flat(steps[:3]),
+        flat(steps[3:]),
+    ] == whole  # accumulation does not change the samples of a step

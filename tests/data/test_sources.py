@@ -91,7 +91,9 @@ def test_a_copy_of_shards_is_hashed_once_against_its_record(tmp_path, hashed):
     data = bytearray((copy / "train-000001.tar").read_bytes())
     data[600] ^= 1
     (copy / "train-000001.tar").write_bytes(data)
-    words = "train-000001.tar was changed since .*: it does not have the sha256 of train.shards.json"
+    words = (
+        "train-000001.tar was changed since .*: it does not have the sha256 of train.shards.json"
+    )
     refuse(words, Shards, str(copy), "train")
 
 

@@ -125,9 +125,7 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("stored, path, allowed, used, measures", GOES_ON.values(), ids=GOES_ON)
-def test_a_resumed_run_uses_what_it_began_with(
-    tmp_path, stored, path, allowed, used, measures
-):
+def test_a_resumed_run_uses_what_it_began_with(tmp_path, stored, path, allowed, used, measures):
     if stored:
         write_record(tmp_path, *stored)
     device = "cuda" if path == "triton" else "cpu"

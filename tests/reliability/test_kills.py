@@ -136,7 +136,9 @@ def disturbed(start, tmp_path, script_name, signals, ahead, save_every):
             first_allowed = before[-1][0] + 1 - 2 * save_every
             assert added[0][0] > first_allowed, "the steps between more than two saves were lost"
         if number != signal.SIGKILL:
-            assert checkpoint_steps(folder / "run")[-1] == added[-1][0], "the last step is not saved"
+            assert checkpoint_steps(folder / "run")[-1] == added[-1][0], (
+                "the last step is not saved"
+            )
         in_training += bool(added)
     command = begin(folder, save_every)
     assert command.wait(within=600) == 0, command.said()[-3000:]

@@ -49,7 +49,9 @@ CASES = {
     "three key-value heads": dict(kv_heads=3),
     "sample scope, two key-value heads": dict(kv_heads=2, scope="sample"),
     "separate projections": dict(layer_class=SeparateHeadMixtureAttention, kv_heads=3),
-    "sample scope, separate projections": dict(layer_class=SeparateHeadMixtureAttention, scope="sample"),
+    "sample scope, separate projections": dict(
+        layer_class=SeparateHeadMixtureAttention, scope="sample"
+    ),
     "qk-norm": dict(qk_norm=True),
     "sample scope, qk-norm": dict(qk_norm=True, scope="sample"),
     "rotary": dict(rotary=True),
