@@ -117,9 +117,8 @@ def first_failure(tree, tests, limit=None):
         return "time limit"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                run.pid, signal.SIGKILL
-            )  # the whole process group: tests may have started processes
+            # Kill the whole process group, because tests may have started processes.
+            os.killpg(run.pid, signal.SIGKILL)
     if code == 0:
         return ""
     printed = (tree.parent / "printed").read_text()

@@ -49,9 +49,8 @@ def test_shares_are_spread_as_the_model_s_own():
 
 
 def test_shares_that_the_shared_heads_do_not_allow():
-    model = vit(
-        [(4, 2), (4, 2), (3, 3)]
-    )  # at least 14 of 24 heads: shared ones, and a routed one in each layer
+    # 14 of 24 heads are the least that can run: the shared ones, and a routed one in each layer.
+    model = vit([(4, 2), (4, 2), (3, 3)])
     assert list(budgets_of(model, None)) == [0.625, 0.75, 0.875, 1.0]
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
     words = "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"

@@ -99,9 +99,8 @@ def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
 def test_a_dit_with_static_heads_has_only_these_heads(run, to_onnx, tmp_path):
     model, folder = run("dit", {**DIT, **ONE})
     load = HeadLoad(head_budget(model)["layers"], {"class": ["a"]})
-    load.sums += torch.tensor(
-        [9, 9, 2, 5, 9]
-    )  # tokens for which each of 4 heads ran, and all tokens
+    # The number of tokens for which each of 4 heads ran, and of all tokens.
+    load.sums += torch.tensor([9, 9, 2, 5, 9])
     load.save(tmp_path / "load.json")
     said, file, session = to_onnx(folder, "--static-heads", tmp_path / "load.json", "--batch", 2)
     assert "heads: 2 of 4 are in the graph" in said

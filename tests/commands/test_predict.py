@@ -224,9 +224,8 @@ def test_files_are_written_although_standard_output_is_closed(
     with unread(monkeypatch):
         assert main([*argv, "--output", str(tmp_path / "classes.json")]) == 0
     assert len(json.loads((tmp_path / "classes.json").read_text())["images"]) == 3
-    argv[3] = str(
-        folder / "torn.png"
-    )  # without a file to write, the command ends before it reads this image
+    # Without a file to write, the command ends before it reads this image.
+    argv[3] = str(folder / "torn.png")
     with unread(monkeypatch):
         assert main([*argv, "--data.workers", "0"]) == 0
     assert set(capfd.readouterr().err.splitlines()) == {f"weights of {run / 'ema.safetensors'}"}

@@ -238,9 +238,8 @@ def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
     assert model.pretrained_cfg["label_names"][9] == "9"
     torch.testing.assert_close(model(x), load_run(run)(x))
     head, text = head_and_text(tmp_path / "card")
-    assert (
-        head["license"] == "apache-2.0"
-    )  # the licence of the weights in timm that init_from names
+    # init_from names weights of timm that have this licence.
+    assert head["license"] == "apache-2.0"
     size = "with patch_size 2, embed_dim 32, depth 2, num_heads 8"
     assert f"\n# vit_tiny_patch16_224 {size}\n" in text
     assert "import moh_vision" not in text

@@ -455,9 +455,8 @@ def test_both_orders_read_the_same_members(tmp_path):
     assert exact.labels.tolist() == [1, 1, 1]
     stream_of_tar = source_of([str(tmp_path / "train-000000.tar")], 3)
     streamed = set()
-    for sample in itertools.islice(
-        stream_of_tar.samples(0, 0, 1), 60
-    ):  # enough to meet each of the three
+    # 60 samples are enough to meet each of the three.
+    for sample in itertools.islice(stream_of_tar.samples(0, 0, 1), 60):
         streamed.add(stream_of_tar.decode(sample).getpixel((0, 0))[0])
         assert sample.label == 1
     assert sorted(streamed) == found

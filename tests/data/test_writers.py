@@ -174,9 +174,8 @@ def test_a_damaged_a_lost_and_an_unnamed_shard_are_written_again(tmp_path, write
     damaged[700] ^= 1
     (out / writer.shard(1)).write_bytes(damaged)
     (out / writer.shard(2)).unlink()
-    (out / writer.shard(3)).rename(
-        out / f".{writer.shard(3)}.tmp"
-    )  # as after a kill before the rename
+    # A kill before the rename leaves such a file.
+    (out / writer.shard(3)).rename(out / f".{writer.shard(3)}.tmp")
     assert writer.run(out, *more) == 0
     words = f"{writer.shard(1)} does not have its recorded sha256; it is written again"
     assert words in capfd.readouterr().out
@@ -202,9 +201,8 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
     out.mkdir()
     monkeypatch.setattr(io, "PAUSE", 0)
     with io.only_one(out, "--out", with_children=writer.command == "shards"):
-        child = (
-            os.fork()
-        )  # another process: a POSIX lock does not keep out the process that holds it
+        # The second run is a fork: a POSIX lock does not keep out the process that holds it.
+        child = os.fork()
         if child == 0:
             os._exit(writer.run(out))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2

@@ -105,9 +105,8 @@ def test_only_the_file_says_which_weights_it_has(tmp_path):
     write_log(tmp_path, "loss", [5.0, 4.0, 6.0])
     best = Best("loss", 3, write=True).replay(tmp_path, 3)
     assert (best.value, best.step, best.waited) == (5.0, 1, 2)
-    write_best(
-        tmp_path, best_loss=3.0, step=1
-    )  # from an earlier part of the run, which wrote the file
+    # This file is left from an earlier part of the run, which wrote it.
+    write_best(tmp_path, best_loss=3.0, step=1)
     best = Best("loss", 3, write=False).replay(tmp_path, 3)
     assert (best.value, best.step, best.waited) == (4.0, 2, 1)
 

@@ -374,9 +374,8 @@ def test_a_gradient_scaler_serves_both_phases(mode, every, overflowed, monkeypat
     torch.testing.assert_close(
         scaled.model.state_dict(), plain.model.state_dict(), rtol=1e-5, atol=1e-6
     )
-    assert scaler.state_dict()["_growth_tracker"] == 2 * len(
-        every
-    )  # all phases of both steps were good
+    # All phases of both steps were good.
+    assert scaler.state_dict()["_growth_tracker"] == 2 * len(every)
     before = snapshot(scaled.model)
     gates, weights = split(scaled.model)
     for name, parameter in scaled.model.named_parameters():
@@ -396,9 +395,8 @@ def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
     batches[0]["images"][0, 0, 0, 0] = value
     assert training.step(1, 0, batches) == [False, False]
     assert same(training.model, before)
-    assert (
-        training.skipped.total == training.skipped.in_a_row == 1
-    )  # two skipped phases are one skipped step
+    # Two skipped phases are one skipped step.
+    assert training.skipped.total == training.skipped.in_a_row == 1
     assert training.step(2, 0, micro_batches(2)) == [True, True]
     assert training.skipped.in_a_row == 0 and training.skipped.total == 1
 
@@ -447,9 +445,8 @@ MAE = (
 
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
     """Bits of weights, batch statistics, EMA and both optimisers are compared."""
-    root = write_folder(
-        tmp_path / "d", train=8
-    )  # an epoch is two steps: 1, 2, 5 and 6 have a phase G
+    # An epoch is two steps, so steps 1, 2, 5 and 6 have a phase G.
+    root = write_folder(tmp_path / "d", train=8)
     _, run = whole_and_resumed("cls", tmp_path, [3, 6], *MAE, "--data.root", root)
     _, gates = outcome(run)["optimizers"]
     settings = [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")]

@@ -100,9 +100,8 @@ def test_open_run(tmp_path):
     open_here(run, {"lr": 1})
     (run / "weights").rename(tmp_path / "weights")
     for lr in (3, 1):
-        open_here(
-            run, {"lr": lr}
-        )  # without weights no step was done, so the configuration may change
+        # A run without weights has done no step, so its configuration may change.
+        open_here(run, {"lr": lr})
     (tmp_path / "weights").rename(run / "weights")
     refuse("another configuration: lr: 1 -> 2", open_here, run, {"lr": 2})
     for number in (1, 2):
@@ -126,9 +125,8 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     child = hold(opened, run, {})
     words = f"--output {run}: process {child} on .* is writing there; wait, or take"
     refuse(words, open_here, run, {}, fresh)
-    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(
-        1
-    )  # a dry run takes no lock
+    # A dry run takes no lock.
+    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

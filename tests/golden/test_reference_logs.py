@@ -23,9 +23,8 @@ def test_a_log_is_small_and_says_what_was_run(log):
     assert re.search(
         rf"--config (configs/)?{log.parent.name}/{log.stem}(\.yaml)? ", about["command"]
     )
-    assert not re.search(
-        r"(?<![\w.])/\w", about["command"]
-    )  # no absolute path of somebody's machine
+    # The command has no absolute path of somebody's machine.
+    assert not re.search(r"(?<![\w.])/\w", about["command"])
     steps = [step for step, _ in read_curves(log)[0]["training"]]
     assert steps[:3] == [1, 11, 21] and len(steps) > 4 and rows == list(map(kept, rows))
 

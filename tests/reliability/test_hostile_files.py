@@ -510,9 +510,8 @@ def test_no_call_runs_what_it_reads():
     assert len(SOURCES) > 100
     for path in SOURCES:
         found = calls_that_run_what_they_read(path.read_text())
-        if (
-            path.parent.name == "benchmarks"
-        ):  # a benchmark writes a file in the layout of published weights
+        # A benchmark writes a file in the layout of published weights.
+        if path.parent.name == "benchmarks":
             found = [line for line in found if "torch.save(network.state_dict(), path)" not in line]
         if path.name == "extractors.py":  # it saves checked weights in memory, for torch-fidelity
             found = [line for line in found if ": torch.save(dict(state), checked)" not in line]

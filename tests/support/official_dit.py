@@ -25,9 +25,8 @@ def sincos():
     rows = []
     for i in range(GRID):
         for j in range(GRID):
-            axes = [
-                torch.cat([(p * omega).sin(), (p * omega).cos()]) for p in (j, i)
-            ]  # column, row
+            # The column comes first, then the row.
+            axes = [torch.cat([(p * omega).sin(), (p * omega).cos()]) for p in (j, i)]
             rows.append(torch.cat(axes))
     return torch.stack(rows).float().unsqueeze(0)
 
