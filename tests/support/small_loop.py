@@ -26,7 +26,7 @@ def small_loop(
         accelerator=accelerator,
         signals=StopSignals(),
         attention=None,
-        errors=lambda *kinds, **options: contextlib.nullcontext(),
+        errors=lambda *classes, **options: contextlib.nullcontext(),
     )
     return TrainingLoop(
         setup=setup,
