@@ -38,7 +38,7 @@ class Writer(NamedTuple):
     open: Callable  # opens the training split of an output folder
     encoder: tuple  # (module, name) of the function that encodes images
     record: str  # file name of the record
-    ending: str  # of shards
+    ending: str  # the ending of its shards
 
     def run(self, out, *more):
         """Run the command and return its exit code."""

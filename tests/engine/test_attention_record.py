@@ -256,7 +256,8 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
     assert measurement_table._current is None
     train(compiled, 2, "off", *PACKED, "--allow-change", "attention.path")
     assert written(compiled)["path"] == "torch"
-    train(compiled, 3, "auto", *PACKED)  # what was allowed stays
+    # The run goes on with the path that --allow-change accepted.
+    train(compiled, 3, "auto", *PACKED)
     assert f"as {compiled} began" in capsys.readouterr().out
 
 

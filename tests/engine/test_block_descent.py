@@ -1,4 +1,4 @@
-"""Which phases a step has and which parameters each moves, compared with Peng 2020 written out with autograd."""
+"""The phases of a step and the parameters that each moves, compared with Peng 2020 written out with autograd."""
 
 import copy
 import itertools

@@ -98,7 +98,7 @@ def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
 
 @pytest.mark.parametrize("script_name", ["cls", "text"])
 def test_killed_twice(tmp_path, script_name):
-    """Twice SIGKILL ends the launcher and both processes; the resumed run has the bits of an undisturbed one."""
+    """SIGKILL ends the launcher and both processes, twice; the resumed run ends with the bits of an undisturbed one."""
     run = tmp_path / "run"
     whole = tmp_path / "whole"
     random = cases(2, f"kills of two processes, {script_name}")

@@ -22,7 +22,7 @@ def kill_this_process(point):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# What the folder of checkpoints holds before the save of step 6 that is killed: a function turns steps 2 and 4 into it.
+# States of the folder of checkpoints before a save of step 6 is killed. Each function gets a folder with steps 2 and 4.
 
 
 def only_step_4(checkpoints):
@@ -57,12 +57,12 @@ def killed_before(checkpoints):
     (checkpoints.parent / ".ema.safetensors.tmp").write_bytes(b"torn")
 
 
-FAST = [only_step_4, step_6_is_there_and_alone]
-OTHERS = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
+ALWAYS = [only_step_4, step_6_is_there_and_alone]
+RELIABILITY = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
 
 
 @pytest.mark.parametrize(
-    "before", FAST + [pytest.param(case, marks=pytest.mark.reliability) for case in OTHERS]
+    "before", ALWAYS + [pytest.param(case, marks=pytest.mark.reliability) for case in RELIABILITY]
 )
 def test_killed_at_every_point_of_a_save(training, tmp_path, before):
     """The save keeps one checkpoint, so the old one must not be deleted before the new one is whole."""

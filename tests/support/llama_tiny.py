@@ -21,7 +21,7 @@ SIZES.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=6)),  # not hidden_size / heads
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=6)),  # other than hidden_size / heads
 }
 
 
