@@ -220,8 +220,10 @@ def cost(work) -> SimpleNamespace:
         return SimpleNamespace(**json.load(file))
 
 
-@pytest.mark.parametrize("door", ["training", "shards", "shards with a size", "latents", "scores"])
-def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
+@pytest.mark.parametrize(
+    "reader", ["training", "shards", "shards with a size", "latents", "scores"]
+)
+def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, reader):
     root = write_folder(tmp_path, classes=("cat",), train=1, val=1)
     path = root / "train" / "cat" / "0.png"
     data = bomb()
@@ -235,8 +237,8 @@ def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
         "latents": lambda: LabelledImages(source, crop, 0, replace=False)[0, 0]["bad"][0][1],
         "scores": lambda: next(ScoredFolder(path.parent).batches(4)),
     }
-    spent = cost(calls[door])
-    assert "900000000 pixels" in spent.result and ("shards" in door or str(path) in spent.result)
+    spent = cost(calls[reader])
+    assert "900000000 pixels" in spent.result and ("shards" in reader or str(path) in spent.result)
     assert spent.seconds <= 1 and spent.mib <= 200, spent
 
 

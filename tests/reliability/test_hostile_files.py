@@ -105,7 +105,7 @@ def read_archive(file) -> None:
         list(images.batches(2))
 
 
-def doors(folder) -> dict:
+def readers_in(folder) -> dict:
     """Return name -> (file, function that reads it) of all code that reads a file."""
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Identity())
@@ -192,7 +192,7 @@ def convert_latents(folder):
 
 @pytest.fixture
 def world(tmp_path):
-    """A folder with a valid file for every reader of `doors`, so that only the file that a test damages is wrong."""
+    """A folder with a valid file for every reader that `readers_in` lists, so that only the file that a test damages is wrong."""
     write_folder(tmp_path / "folder", train=2, val=1)
     write_shards(tmp_path / "shards", count=2)
     open_source(str(tmp_path / "shards"), "train")
@@ -249,7 +249,7 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
     accepted = []
     evil = pickles(canary)
     assert sorted(evil) == sorted(FORMS)
-    for name, (file, read) in doors(world).items():
+    for name, (file, read) in readers_in(world).items():
         good = file.read_bytes() if file.exists() else None
         file.parent.mkdir(parents=True, exist_ok=True)
         for form in forms:
@@ -290,7 +290,7 @@ def test_random_damage(world, count):
     refused = 0
     slowest = 0.0
     whole = {}
-    for name, (file, read) in doors(world).items():
+    for name, (file, read) in readers_in(world).items():
         if name.startswith(NOT_DAMAGED) or not file.exists():
             continue
         # Some readers refuse the valid file too: weights without metadata are no run.
@@ -333,7 +333,7 @@ def changed(text, path, value):
 
 @pytest.mark.parametrize("data_form", ["latents", "shards"])
 def test_records_that_are_damaged_are_not_written_on(world, capsys, data_form):
-    file, start = doors(world)[f"{data_form} record"]
+    file, start = readers_in(world)[f"{data_form} record"]
     whole = file.read_text()
     texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
     for path in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
