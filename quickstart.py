@@ -1,7 +1,7 @@
-"""The whole product on real images in a few minutes: `make quickstart`.
+"""Train, sample and score on real images in a few minutes: `make quickstart`.
 
-Runs the commands a user would type, then prints what came out. Run again, it takes up what is there; a finished
-training is not repeated (`rm -r runs/quickstart` starts over).
+Runs the commands that a user would type, then prints scores and files. A second call resumes a training that was
+stopped and does not repeat a finished one (`rm -r runs/quickstart` starts over).
 """
 
 import json
@@ -31,8 +31,8 @@ STAGES = [
 
 def main() -> int:
     seconds = []
-    for earlier in OUT.glob("*/heads.*"):  # commands replace no file
-        earlier.unlink()
+    for old_file in OUT.glob("*/heads.*"):  # head-load refuses an --output that exists
+        old_file.unlink()
     for title, command in STAGES:
         print(f"\n=== {title}\n$ python {command}", flush=True)
         start = time.monotonic()
@@ -48,6 +48,7 @@ def main() -> int:
         ("samples recognised as their class", 100 * scores["recognised"], 85.0),
     ]
     print(f"\n=== quickstart, {sum(seconds):.0f} s ({', '.join(f'{s:.0f}' for s in seconds)})")
+    # `not >=` rather than `<`: a score that is NaN is missed, too.
     missed = [name for name, value, goal in checks if not value >= goal]
     for name, value, goal in checks:
         verdict = "MISSED" if name in missed else "reached"

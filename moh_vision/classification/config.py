@@ -150,7 +150,7 @@ class ClsConfig(ImageRunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     def steps(self, images: int) -> tuple[int, int, int]:
-        """Return (last step, cosine steps, warm-up steps) for so many training images."""
+        """Return the steps of the run, of the cosine and of the warm-up, for a number of training images."""
         optim = self.optim
 
         def steps_of(epochs: float) -> int:
@@ -169,8 +169,9 @@ class ClsConfig(ImageRunConfig):
 
     def check_micro_batch(self, processes: int) -> None:
         """Raise ValueError if mixing cannot pair the images of a micro-batch."""
-        size, rest = divmod(self.optim.batch_size, self.optim.accumulation * processes)
-        if self.mix.on and not rest and size % 2:
+        size, remainder = divmod(self.optim.batch_size, self.optim.accumulation * processes)
+        # `PositionSampler` refuses a remainder.
+        if self.mix.on and not remainder and size % 2:
             raise ValueError(
                 f"optim.batch_size {self.optim.batch_size} over accumulation {self.optim.accumulation} x processes "
                 f"{processes} makes micro-batches of {size}; mixup and cutmix pair images and need an even number"
@@ -189,7 +190,7 @@ class OpenedDataConfig(EvalDataConfig):
 class OpenedClsConfig(OpenedConfig, runs=ClsConfig):
     """A classifier that a command opens, and its images."""
 
-    labels = None  # those of the images
+    labels = None  # the images' own labels; `ValidateConfig` makes this a key
     model: ModelConfig = field(default_factory=ModelConfig)
     data: OpenedDataConfig = field(default_factory=OpenedDataConfig)
 

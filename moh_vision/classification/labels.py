@@ -1,4 +1,4 @@
-"""ImageNet's classes with other labels or images: ReaL, V2, A, R and Sketch, by timm's label maps."""
+"""Other labels and other images for ImageNet's classes: ReaL, V2, A, R and Sketch, by timm's label maps."""
 
 import os
 import pkgutil
@@ -18,7 +18,7 @@ from moh_vision.data.sources import ImageSource
 from moh_vision.data.splits import has_split, match_classes, open_source, with_classes
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
-IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the c-th
+IMAGENET = ImageNetInfo().label_names()  # the 1,000 synsets, sorted: IMAGENET[c] is class c
 
 
 class Relabelled(ImageSource):
@@ -26,16 +26,16 @@ class Relabelled(ImageSource):
 
     Args:
         source: the images.
-        numbers: which samples of `source` are taken.
-        labels: class numbers [n], or all right ones [n, L]; images with fewer than L right classes repeat the first.
-        columns: the competing classes of ImageNet's 1,000.
+        indices: which samples of `source` are taken.
+        labels: class numbers [n] or, where several are right, [n, L]; an image with fewer than L repeats the first.
+        columns: which of ImageNet's 1,000 classes a classifier chooses from; they are columns of its logits.
     """
 
     def __init__(
-        self, source: ImageSource, numbers: Sequence[int], labels: np.ndarray, columns: list[int]
+        self, source: ImageSource, indices: Sequence[int], labels: np.ndarray, columns: list[int]
     ):
         self.source = source
-        self.numbers = np.asarray(numbers)
+        self.indices = np.asarray(indices)
         self.labels = labels
         self.columns = columns
         self.classes = [IMAGENET[c] for c in columns]
@@ -44,10 +44,10 @@ class Relabelled(ImageSource):
         self.remarks = source.remarks
 
     def read(self, index: int) -> bytes | np.ndarray:
-        return self.source.read(int(self.numbers[index]))
+        return self.source.read(int(self.indices[index]))
 
     def where(self, index: int) -> str:
-        return self.source.where(int(self.numbers[index]))
+        return self.source.where(int(self.indices[index]))
 
 
 class SomeClasses(ClassificationTask):
@@ -63,10 +63,11 @@ class SomeClasses(ClassificationTask):
 
 
 def open_labelled(root: str, labels: Labels) -> Relabelled:
-    """Open the images of a label set: the val split of `root`, or class folders, as V2, A, R and Sketch.
+    """Open the images of a label set: the val split of `root` or, if there is none, the class folders in `root`.
 
-    "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without. The others go by
-    the names of class folders: synsets, or V2's numbers. "a" and "r" have 200 classes; others do not compete.
+    "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without labels. The other
+    sets take an image's label from the name of its class folder: a synset or, in V2, a class number. "a" and "r" have
+    200 classes; a classifier chooses among these alone.
     """
     if os.path.isdir(root) and not has_split(root, "val"):
         source = ImageFolder(root)
@@ -75,22 +76,23 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     columns = list(range(len(IMAGENET)))
     if labels == "real":
         right_classes = _real_labels(root, source)
-        numbers = [number for number, right in enumerate(right_classes) if right]
-        if not numbers:
+        indices = [index for index, right in enumerate(right_classes) if right]
+        if not indices:
             raise ValueError(
                 f"data.root {root}: none of its {len(source)} images has a label in ReaL"
             )
         most = max(map(len, right_classes))
         rows = []
-        for number in numbers:
-            right = right_classes[number]
+        for index in indices:
+            right = right_classes[index]
             rows.append(right + right[:1] * (most - len(right)))
-        return Relabelled(source, numbers, np.array(rows, np.int64), columns)
+        return Relabelled(source, indices, np.array(rows, np.int64), columns)
     if labels in ("a", "r"):
         listing = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
         columns = [int(column) for column in listing.split()]
     classes = imagenet_names(with_classes(root, source).classes)
-    # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
+    # V2's folders are called by class numbers and were sorted as texts (0, 1, 10, 100, ...), so sort their synsets.
+    # ranks: class number in the folder -> rank among the sorted names.
     ranks = np.argsort(np.argsort(classes))
     images = Relabelled(source, range(len(source)), ranks[source.labels], columns)
     expected = images.classes
@@ -100,7 +102,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
 
 
 def imagenet_names(classes: Sequence[str]) -> list[str]:
-    """Return names of classes; if all are numbers from 0 to 999, as ImageNet's synsets."""
+    """Return class names; if all are numbers from 0 to 999, return ImageNet's synsets of these numbers."""
     numbered = all(name.isdecimal() and int(name) < len(IMAGENET) for name in classes)
     if not numbered:
         return list(classes)
@@ -110,7 +112,7 @@ def imagenet_names(classes: Sequence[str]) -> list[str]:
 def refuse_other_classifier(
     model: nn.Module, classes: Sequence[str] | None, named: str, labels: Labels
 ) -> None:
-    """Refuse a model without ImageNet's 1,000 classes as outputs; `classes` None: unnamed."""
+    """Raise ValueError unless a model has ImageNet's 1,000 classes; `classes` None: its classes have no names."""
     if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
         found = f"{model.num_classes} classes"
         if classes:
@@ -140,10 +142,10 @@ def _real_labels(root: str, source) -> list[list[int]]:
 
 
 def image_names(root: str, source) -> list[str]:
-    """Return each validated sample's file or, if unknown, its place in the shard or number."""
+    """Return the file of each validated sample or, if unknown, where the sample is in the source."""
     if isinstance(source, Relabelled):
         names = image_names(root, source.source)
-        return [names[n] for n in source.numbers]
+        return [names[n] for n in source.indices]
     return file_names(root, source) or [source.where(n) for n in range(len(source))]
 
 
@@ -154,7 +156,7 @@ def file_names(root: str, source) -> list[str] | None:
     listing = Path(root) / "val.files.txt"
     if not isinstance(source, Shards) or not listing.is_file():
         return None
-    text = listing.read_text("utf-8", "backslashreplace")  # as names of folders are written
+    text = listing.read_text("utf-8", "backslashreplace")  # other bytes do not raise
     names = text.removesuffix("\n").split("\n")  # splitlines would also split at U+2028
     if len(names) != len(source):
         raise ValueError(f"{listing}: {len(names)} files, but the shards hold {len(source)} images")

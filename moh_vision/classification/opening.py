@@ -1,4 +1,4 @@
-"""Opens a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
+"""Open a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -51,6 +51,7 @@ class OpenedClassifier(Opened):
         return LabelledImages(self.splits[split], transform, seed=0, replace=False)
 
     def _check_classes(self, source) -> None:
+        """Number the images' classes as the classifier does; raise ValueError if they are other classes."""
         config = self.config
         classes = self.metadata["classes"]
         named = f"--checkpoint {config.checkpoint}"
@@ -91,8 +92,8 @@ class OpenedClassifier(Opened):
 
     def forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
-        numbers = range(min(self.config.data.eval_batch_size, len(images.source)))
-        (batch,) = evaluation_loader(images, [list(numbers)], 0, self._unreadable(images))
+        indices = range(min(self.config.data.eval_batch_size, len(images.source)))
+        (batch,) = evaluation_loader(images, [list(indices)], 0, self._unreadable(images))
         batch = send_to_device(batch, self.accelerator.device)
 
         def forward() -> Tensor:
@@ -117,6 +118,7 @@ def open_run(
     saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
     """Open a classifier, see `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
+    # Not of a folder of publish or timm, which is opened whole, because its config.json is read, too.
     ema_of_run = weights == "ema" and (run_of(path) / CONFIG).is_file()
     file = path
     if weights == "model" or ema_of_run:
@@ -132,7 +134,7 @@ def open_run(
 def open_with(
     config: OpenedClsConfig, split: str | None = None, accelerator=None
 ) -> OpenedClassifier:
-    """Open the classifier of --checkpoint, but first a split: it gives weights alone their classes."""
+    """Open the classifier of --checkpoint; `split` is opened first, because bare weights take its classes."""
     if split is None:
         return OpenedClassifier(config, *open_classifier(config))
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
@@ -171,7 +173,7 @@ def open_classifier(
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
     A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
-    need the configuration's `model` and `arguments`. `images`, their number, decides the memory that they take.
+    need the configuration's `model` and `arguments`. `images` is the number of images, which limits a batch's size.
     """
     path = config.checkpoint
     data = config.data
@@ -182,12 +184,12 @@ def open_classifier(
         name, saved_arguments, cfg = _saved_by_timm(path)
         model, metadata = to_validate(path, name, saved_arguments, data.img_size)
         if saved_arguments.get("router") == "dense":
-            name = saved_arguments.get("base") or name  # a ViT of timm, named so
+            name = saved_arguments.get("base") or name  # a dense ViT keeps timm's name
         metadata.update(of_run=True, architecture=name.split(".")[0])
         metadata["classes"] = cfg["label_names"] or metadata["classes"]
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
-            data = replace(data, augment="imagenet")  # crops as the folder says
+            data = replace(data, augment="imagenet")  # crop as the folder's pretrained_cfg says
     else:
         name = config.model.name
         with taken_for(name):
@@ -209,12 +211,12 @@ def open_classifier(
 
 
 def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
-    """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
+    """Return (name, arguments, pretrained_cfg) from a folder of `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
         name, arguments, cfg = of_source(folder, "classification")
         label_names = listed(cfg.get("label_names"), "label_names")
         return name, arguments, {**cfg, "label_names": label_names}
-    except Exception as error:  # files of others may hold anything
+    except Exception as error:  # foreign files may hold anything
         reason = reason_of(error)
         if isinstance(error, KeyError):
             reason = f"no {error} in it"
@@ -242,9 +244,9 @@ def data_as_trained(data: EvalDataConfig, given: Collection[str], metadata: dict
 def prepare(
     model: nn.Module, data: EvalDataConfig, img_size: int | None, classes: Sequence[str] | None
 ) -> None:
-    """Write how validation prepares images into pretrained_cfg, for `validation_transform`.
+    """Update the model's pretrained_cfg to how validation prepares images, for `validation_transform`.
 
-    `img_size` or `classes` None: as the pretrained_cfg has them.
+    If `img_size` or `classes` is None, that entry stays as it is.
     """
     cfg = dict(model.pretrained_cfg)
     channels = model.in_chans

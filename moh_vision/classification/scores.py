@@ -1,4 +1,4 @@
-"""Scores of a classifier: exact over processes, by class, with the use of its heads."""
+"""Validate a classifier: scores over all processes and by class, predictions, and head load."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,24 +26,25 @@ def validate(
     accelerator,
     progress: Callable[[Iterable, str], Iterable],
 ) -> tuple[dict, HeadLoad, Tensor]:
-    """Score a `ClassificationTask` on a split: every readable image once over all processes.
+    """Score a `ClassificationTask` on a split. Over all processes, every readable image counts once.
 
     Args:
-        task: the model with its losses, as accelerate wraps it or bare.
+        task: the model with its losses, wrapped by accelerate or not.
         images: the split.
         data: an `EvalDataConfig`.
         accelerator: accelerate's Accelerator.
-        progress: yields the batches that it is given, under a title.
+        progress: wraps an iterable of batches in a progress bar with a title.
 
     Returns:
-        scores: top1 and, of more than 5 classes, top5 in percent; active_heads: mean number of heads of each layer
-            that a token runs.
-        load: the use of heads by class.
-        predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest
-            of several), predicted class, and the probabilities of both, float64.
+        scores: those of `evaluate`, and more; active_heads: for each layer, the mean number of heads that run for a
+            token.
+        load: head load by class.
+        predictions: float64 [n, 5], a row for each readable image in order: index in the source, class (the likeliest
+            one if several are right), predicted class, and the probabilities of these two classes.
     """
     source = images.source
-    task = accelerator.unwrap_model(task).eval()  # ranks may have fewer batches: no waiting in DDP
+    # Unwrapped: ranks may have different numbers of batches, and DDP would wait for a rank that has no more.
+    task = accelerator.unwrap_model(task).eval()
     slices = rank_slice(
         len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size
     )
@@ -76,10 +77,10 @@ def validate(
         active_heads=[round(heads, 3) for heads in active],
         active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
     )
-    read = [n for numbers in slices for n in numbers if n not in unreadable.seen]
-    numbers = torch.tensor(read).double()[:, None]  # [n, 1]
-    none = torch.empty(0, 4).double()  # for a process without images
-    rows = torch.cat([numbers, torch.cat([none, *predicted])], 1)
+    readable = [i for indices in slices for i in indices if i not in unreadable.seen]
+    indices = torch.tensor(readable).double()[:, None]  # [n, 1]
+    empty = torch.empty(0, 4).double()  # a process may have no images
+    rows = torch.cat([indices, torch.cat([empty, *predicted])], 1)
     predictions = torch.cat(gather_object([rows]))  # [n, 5]
     return scores, load, predictions[predictions[:, 0].argsort()]
 
@@ -117,7 +118,7 @@ def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> list[tuple[str,
 
 
 def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str:
-    """Return `class_accuracy` as lines; over `most` classes, one line with the best and the worst."""
+    """Format `class_accuracy` as a table or, for more than `most` classes, as one line: the worst and the best."""
     if len(top1) > most:
         known = sorted((share, name) for name, share in top1 if share is not None)
         worst, worst_name = known[0]

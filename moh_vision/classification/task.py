@@ -1,4 +1,4 @@
-"""The task of classification: what accelerate wraps."""
+"""The task of classification: a module that computes the losses of a batch, which accelerate wraps."""
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class ClassificationTask(RoutedTask):
     ):
         """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
-        Validation calls the task, too, and not the model alone: what wraps the task for training then wraps it there.
+        Validation calls the task, not the model alone, so that what wraps the task in training also wraps it there.
 
         Args:
             images: [B, C, h, w].
@@ -49,21 +49,22 @@ class ClassificationTask(RoutedTask):
         task_loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         terms = {}
         if teacher_logits is not None:
-            kd_loss = distillation_loss(logits, teacher_logits, self.distill.temperature)
             distill = self.distill
+            kd_loss = distillation_loss(logits, teacher_logits, distill.temperature)
             task_loss = distill.task_loss_weight * task_loss + distill.distill_loss_weight * kd_loss
             terms = dict(kd_loss=kd_loss.detach())
         dominant = labels
-        if labels.ndim == 2:  # of mixed targets the class with the largest share
+        if labels.ndim == 2:  # mixed targets: take the class with the largest share
             dominant = labels.argmax(-1)
         accuracy = (logits.detach().argmax(-1) == dominant).float().mean()
         return dict(self.losses(task_loss, stats), batch_accuracy=accuracy, **terms)
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """KL divergence of the student's softmax from the teacher's, times temperature ** 2 (Hinton 2015, section 2).
+    """Return the KL divergence of the student's softmax from the teacher's, times temperature ** 2.
 
-    timm's `LogitDistillationTask` has the same loss, but calls the student without routing statistics.
+    Hinton 2015, section 2. timm's `LogitDistillationTask` computes the same loss, but its call of the student does not
+    return routing statistics.
     """
     student = F.log_softmax(logits / temperature, -1)
     teacher = F.log_softmax(teacher_logits.to(logits.dtype) / temperature, -1)

@@ -49,7 +49,7 @@ from moh_vision.models.teachers import Teacher
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
-    """Open the teacher of distill.teacher for images as `model` takes them and classes as in `val`."""
+    """Open the teacher of distill.teacher; make it take the images of `model` and give the classes of `val`."""
     channels = val.channels
     name = config.distill.teacher
     mean = model.pretrained_cfg["mean"][:channels]
@@ -87,10 +87,10 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
 
     # ---------------------------------------------------------------- lock the folder; model and teacher
     span = setup.find_checkpoint(stop)
-    decided = dict(in_chans=source.channels, num_classes=len(source.classes))
+    from_data = dict(in_chans=source.channels, num_classes=len(source.classes))
     if data.img_size or source.img_size:
-        decided["img_size"] = data.img_size or source.img_size
-    arguments |= config.model.decided(**decided)
+        from_data["img_size"] = data.img_size or source.img_size
+    arguments |= config.model.decided(**from_data)
     model_setup = set_up_model(
         config, "classification", name, arguments, source.classes, span.checkpoint, say
     )
@@ -112,8 +112,9 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
     )
     if config.calibrate_images and not span.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
-        some = evaluation_loader(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
-        share_strongest_heads(model, (batch["images"] for batch in some))
+        calibration = LabelledImages(source, val_to_tensor, config.seed)
+        calibration_batches = evaluation_loader(calibration, slices, 0)
+        share_strongest_heads(model, (batch["images"] for batch in calibration_batches))
     teacher = None
     frozen = {}
     if config.distill.teacher:
@@ -142,8 +143,8 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
         teacher.to(accelerator.device, memory_format=memory_format)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), data.max_bad_fraction)
-    best = None
-    if config.eval_every:  # without, the only validation is that of model.safetensors
+    best = None  # validated only at the end, a run has no best weights besides the last ones
+    if config.eval_every:
         best = Best("top1")
 
     # ---------------------------------------------------------------- the loop
@@ -184,7 +185,7 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
                 values = loop.averages()
                 accuracy = f"acc {100 * values['batch_accuracy']:.0f} %"
                 loop.metrics(values, f"loss {values['loss']:.4f}, {accuracy}")
-            # Before the save, so that a run that goes on from there has its validation.
+            # Validate before saving, so that the checkpoint of this step has the result. `finish` validates the last step.
             if loop.due(config.eval_every) and loop.done < span.stop:
                 evaluation.judge()
             loop.save()
@@ -192,22 +193,23 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
             evaluation.finish(name)
 
 
-SCORES = ("top1", "top5", "loss")  # kept of other weights and shares; few classes have no top-5
+# What results.json keeps of the scores of the worse weights and of each share; there may be no top5.
+SCORES = ("top1", "top5", "loss")
 
 
 class Evaluation:
-    """The validations of a run: of the EMA weights if any, else of the model; at the end of the better ones."""
+    """Validates a run: its EMA weights if it has any, else its model. The end of the run validates both."""
 
     def __init__(self, loop: TrainingLoop, images: LabelledImages):
         self.loop = loop
         self.images = images
         if loop.ema:
-            self.take("ema")
+            self.select_weights("ema")
         else:
-            self.take("model")
+            self.select_weights("model")
 
-    def take(self, weights: str) -> None:
-        """Validate the weights "ema" or "model" from now on."""
+    def select_weights(self, weights: str) -> None:
+        """Select the weights, "ema" or "model", that are validated from now on."""
         self.weights = weights
         if weights == "ema":
             self.model = self.loop.ema.module
@@ -217,23 +219,28 @@ class Evaluation:
             self.task = self.loop.task
 
     def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
-        """Score the weights, see `scores.validate`."""
+        """Score the weights that `select_weights` chose, see `scores.validate`."""
         loop = self.loop
         data = loop.config.data
         with loop.setup.errors((BadData,), every_rank=True):
             return validate(self.task, self.images, data, loop.accelerator, loop.log.progress)
 
     def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
-        """Validate, and log the scores and keep the weights if they are the best."""
+        """Validate; log the scores, and keep the weights if they are the best so far."""
         validated = self.validate()
         self.log(validated[0])
         return validated
 
     def judge_better(self) -> tuple[tuple[dict, HeadLoad, torch.Tensor], dict]:
-        """Validate the EMA and the last weights, and go on with the better; also return the scores of the worse."""
+        """Validate the EMA and the last weights, and select the better ones.
+
+        Returns:
+            validated: as `validate`, of the better weights.
+            worse: some scores of the worse weights, under their key in results.json.
+        """
         loop = self.loop
         averaged = self.validate()
-        self.take("model")
+        self.select_weights("model")
         last = self.validate()
         by_weights = dict(ema=averaged, model=last)
         better = "ema"
@@ -241,7 +248,7 @@ class Evaluation:
         if last[0]["top1"] > averaged[0]["top1"]:
             better = "model"
             worse = "ema"
-        self.take(better)
+        self.select_weights(better)
         self.log(by_weights[better][0])
         worse_scores = by_weights[worse][0]
         named = dict(ema=loop.averaged, model="the last weights")
@@ -253,7 +260,7 @@ class Evaluation:
         return by_weights[better], {f"{worse}_weights": kept}
 
     def log(self, scores: dict) -> None:
-        """Log the scores, and keep the weights if they are the best."""
+        """Log the scores, and keep the weights if they are the best so far."""
         loop = self.loop
         if loop.best:
             loop.judge(scores, self.model)
@@ -273,7 +280,8 @@ class Evaluation:
             scores, load, predictions = self.judge()
         if loop.elastic:
             scores["by_share"], first_load = self.score_shares(scores)
-            if not load.choosing():  # the largest share may be all heads
+            # At the largest share all heads may run: then no router has a choice.
+            if not load.choosing():
                 load = first_load
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
@@ -287,7 +295,7 @@ class Evaluation:
             loop.log.say(f"best of the validations: {weights}, {loop.folder / BEST}")
         if not loop.accelerator.is_main_process:
             return
-        # counts: rows of class, predicted class and images.
+        # counts: rows [class, predicted class, number of images].
         counted = dict(classes=list(classes), counts=confusion.tolist())
         write_whole(loop.folder / "confusion.json", json.dumps(counted) + "\n")
         load.of = dict(
@@ -304,7 +312,10 @@ class Evaluation:
             loop.log.say(f"{loop.folder / FILE} could not be written: {message_of(error)}")
 
     def score_shares(self, scores: dict) -> tuple[dict, HeadLoad]:
-        """Validate an elastic model at its shares, the largest of which has `scores`; say the scores.
+        """Score an elastic model at its smallest, middle and largest share, and print the scores.
+
+        Args:
+            scores: those of the largest share, which was validated before.
 
         Returns:
             by_share: some scores of each share, for results.json.

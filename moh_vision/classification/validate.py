@@ -1,7 +1,7 @@
-"""Validate a classifier: exact over processes, with the use of its heads.   python validate.py --checkpoint RUN
+"""Validate a classifier: exact scores over processes, and head load.   python validate.py --checkpoint RUN
 
-Also a folder that publish or timm has saved, with --data.root, and other weights, with the model as --model.* too;
-installed: python -m moh_vision.classification.validate.
+--checkpoint also takes a folder that publish or timm has saved, then with --data.root, and other weights, then also
+with the model as --model.*. Installed: python -m moh_vision.classification.validate.
 """
 
 import os
@@ -51,39 +51,40 @@ def report(config: ValidateConfig, accelerator) -> None:
         task = ClassificationTask(opened.model, 0.0)
         split = "val"
         shown_split = split
-    os.environ.setdefault(BUILD, "auto")
+    os.environ.setdefault(BUILD, "auto")  # on a CPU, build the operators if they are missing
     task = accelerator.prepare_model(task, evaluation_mode=True)
-    main = accelerator.is_main_process
-    progress = partial(Progress.over, enabled=main)
+    is_main = accelerator.is_main_process
+    progress = partial(Progress.over, enabled=is_main)
     scores, load, predictions = validate(
         task, opened.data("val"), config.data, accelerator, progress
     )
     files = []
-    of = dict(
+    evaluated = dict(
         model=metadata["architecture"],
         data=config.data.root,
         split=split,
         weights=str(metadata["weights"]),
     )
-    # Before anything is printed: who reads it may have gone.
-    if config.head_load and main:
-        load.of = of
+    # Write files before printing, which fails if the reader of a pipe has gone.
+    if config.head_load and is_main:
+        load.of = evaluated
         load.save(Path(config.head_load))
         files.append(f"head load: {config.head_load}")
-    if config.predictions and main:
+    if config.predictions and is_main:
         write_predictions(Path(config.predictions), predictions, names, val.classes)
         mistakes = int((predictions[:, 1] != predictions[:, 2]).sum())
         files.append(
             f"predictions: {config.predictions}, {mistakes} of {len(predictions)} are wrong"
         )
-    if config.score_file and main:
-        write_json(Path(config.score_file), dict(of, img_size=metadata["img_size"], **scores))
+    if config.score_file and is_main:
+        results = dict(evaluated, img_size=metadata["img_size"], **scores)
+        write_json(Path(config.score_file), results)
         files.append(f"scores: {config.score_file}")
     images = f"{metadata['img_size']} px, {config.data.root}, {shown_split}"
     say(f"{metadata['weights']} ({metadata['architecture']}, {images}): {summary(scores)}")
     if config.labels and len(val) < len(val.source):
-        left = len(val.source) - len(val)
-        say(f"{left} images of {len(val.source)} have no label and are left out")
+        unlabelled = len(val.source) - len(val)
+        say(f"{unlabelled} images of {len(val.source)} have no label and are left out")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     say(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
     say(class_table(class_accuracy(confusion_of(predictions), val.classes)))
@@ -99,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
             refuse_output("--score-file", config.score_file)
             refuse_output("--predictions", config.predictions)
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
+        # Each process reads images of its own, so each reports its bad data.
         with user_errors(NAME), user_errors(NAME, (BadData,), every_rank=True):
             report(config, accelerator)
         finish(accelerator)

@@ -1,1 +1,1 @@
-"""What every room imports, and what imports none: files, command lines, mistakes, progress, seeds, names of wings."""
+"""Files, command lines, mistakes, progress, seeds, names of wings. Every room imports this one; it imports no other."""

@@ -1,4 +1,4 @@
-"""The command line: a parser, and refusals of paths that options name. Needs no torch."""
+"""The command line: a parser, and checks of the paths that options name. Needs no torch."""
 
 import argparse
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 from moh_vision.common.errors import nearest
 from moh_vision.common.progress import say
 
-WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")  # of files of weights
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises ValueError for mistakes, and prints a description as it stands."""
+    """An ArgumentParser that raises ValueError for mistakes, and prints its description without rewrapping it."""
 
     def __init__(self, prog: str, description: str):
         form = argparse.RawDescriptionHelpFormatter
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         say(self.format_help().rstrip())
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
-        """Read options; None: of this process. For an unknown option, name the nearest known one."""
+        """Parse `argv`, by default that of the process; raise ValueError, naming the nearest, for an unknown option."""
         options, unknown = self.parse_known_args(argv)
         if unknown:
             problem = f"unknown argument {unknown[0]}"
@@ -36,7 +36,11 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_with_rest(self, argv: list[str], first: str) -> tuple[argparse.Namespace, list[str]]:
-        """Read options behind the positional argument `first`; return those of another parser too."""
+        """Parse the positional argument `first` and the options after it; also return the options that are unknown.
+
+        The caller hands the unknown ones to another parser. Raise ValueError for options before `first`, and for
+        --checkpoint.
+        """
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
             raise ValueError(f"{first} comes before {argv[0]}")
         options, rest = self.parse_known_args(argv)
@@ -46,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_output(option: str, path: str | None) -> None:
-    """Raise ValueError for a file that is there already, or whose folder is not."""
+    """Raise ValueError if a file to be written exists already, or if its folder is missing or not writable."""
     if not path:
         return
     if os.path.exists(path):
@@ -57,13 +61,14 @@ def refuse_output(option: str, path: str | None) -> None:
 
 
 def refuse_unwritable(option: str, path: Path | str) -> None:
-    """Raise ValueError, with the system's reason, if a path or the first folder above it is not writable."""
+    """Raise ValueError, with the system's reason, if the nearest existing folder of a path is not writable."""
     path = Path(path).absolute()
     folder = path
     try:
-        while not folder.exists() or folder == path and folder.is_file():
+        # Find the nearest folder that exists; `path` itself may be a file.
+        while not folder.exists() or (folder == path and folder.is_file()):
             folder = folder.parent
-        # Write a file: permissions alone say nothing of root, /proc and full disks.
+        # Try it: permissions do not tell whether root may write, whether the path is in /proc, or the disk is full.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
             file.flush()
@@ -73,7 +78,7 @@ def refuse_unwritable(option: str, path: Path | str) -> None:
 
 
 def refuse_missing(option: str, path: str) -> None:
-    """Raise FileNotFoundError for a missing path, naming a folder beside it with nearly the same name."""
+    """Raise FileNotFoundError for a missing path; the message suggests a folder beside it with a similar name."""
     if os.path.exists(path):
         return
     problem = f"{option} {path}: no such file or folder"
@@ -84,14 +89,14 @@ def refuse_missing(option: str, path: str) -> None:
 
 
 def refuse_missing_source(option: str, source: str) -> None:
-    """Do as `refuse_missing` for what may also be a name of timm's or the hub's, where it is written as a path."""
+    """Call `refuse_missing` if `source` is written as a path; a name in timm or on the hub is not checked."""
     path = source.removeprefix("local-dir:")
     folder = os.path.dirname(path)
     written_as_path = (
         path != source
         or path.startswith((".", "/", "~"))
         or path.endswith(("/", *WEIGHT_SUFFIXES))
-        or (folder and os.path.isdir(folder))  # a name of the hub has a / too
+        or (folder and os.path.isdir(folder))  # a / alone is not enough: names on the hub have one
         or path.count("/") > 1
     )
     if written_as_path and ":" not in path:
@@ -99,7 +104,7 @@ def refuse_missing_source(option: str, source: str) -> None:
 
 
 def near_folder(path: str) -> str | None:
-    """Return the folder beside a missing path that has nearly the same name, if there is one."""
+    """Return the folder beside a missing path whose name is similar, or None."""
     folder, name = os.path.split(os.path.normpath(path))
     if not os.path.isdir(folder or "."):
         return None

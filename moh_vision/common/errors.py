@@ -1,4 +1,4 @@
-"""What commands say of mistakes: one line, the nearest allowed name, an exit code. Needs no torch."""
+"""Report users' mistakes: one line, the nearest allowed name, an exit code. Needs no torch."""
 
 import contextlib
 import errno
@@ -15,21 +15,22 @@ EXTRAS = {  # packages that a plain install does not bring, and the extra that d
     "datasets": "hub",
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "export"),
 }
-MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a path that the user named
-BUILD = "MOH_VISION_BUILD"  # "auto": the first model on a CPU builds the operators; "later": a set-up goes on
-LIKE = 0.6  # from this likeness on a name may be meant, where 1 is the same one
+MISTAKES = (ValueError, OSError)  # during set-up an OSError comes from a path that the user named
+# Environment variable. "auto": the first model on a CPU builds the operators. "later": not yet, a set-up is running.
+BUILD = "MOH_VISION_BUILD"
+LIKE = 0.6  # names with at least this likeness, from 0 to 1, are suggested
 
 
 class BadData(ValueError):
-    """Unusable data that a command finds while at work; the message names it."""
+    """A command met unusable data while it was working; the message names the data."""
 
 
 def nearest(name: str, allowed: Iterable[str], most: int = 3) -> list[str]:
-    """Return allowed names that a mistyped one may mean, the likeliest first."""
+    """Return up to `most` allowed names that a mistyped one may mean, the likeliest first."""
     allowed = list(allowed)
     if name in allowed:
         return [name]
-    # Similarity prefers 'optim.betas' for 'optim.ets'; one edit gives 'optim.eps'.
+    # Names one edit away come first: for 'optim.ets' likeness alone would prefer 'optim.betas' to 'optim.eps'.
     one_edit = [a for a in allowed if _one_edit_apart(name, a)]
     near = get_close_matches(name, one_edit, most, cutoff=LIKE)
     if not near and len(name) > 2:
@@ -42,7 +43,7 @@ def nearest(name: str, allowed: Iterable[str], most: int = 3) -> list[str]:
 
 
 def some_of(names: Iterable[str], most: int) -> str:
-    """Return the first `most` names, and how many more there are."""
+    """Return a text with the first `most` names, and the number of the others."""
     names = list(names)
     shown = ", ".join(names[:most])
     if len(names) > most:
@@ -51,7 +52,7 @@ def some_of(names: Iterable[str], most: int) -> str:
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
-    """Return "did you mean ...?", or all that is allowed where nothing is near."""
+    """Return "did you mean ...?" with the nearest names, or all allowed names if none is near."""
     allowed = list(allowed)
     near = nearest(name, allowed)
     if near:
@@ -60,14 +61,14 @@ def closest(name: str, allowed: Iterable[str]) -> str:
 
 
 def _likeness(a: str, b: str) -> float:
-    """Return the likeness from 0 to 1, without the section, folder or dashes that both begin with."""
+    """Return the likeness of two names from 0 to 1, ignoring a section, folder or dashes with which both begin."""
     common = os.path.commonprefix([a, b])
     start = max(map(common.rfind, "./-")) + 1
     return SequenceMatcher(None, a[start:], b[start:]).ratio()
 
 
 def _one_edit_apart(a: str, b: str) -> bool:
-    """Whether one letter added, lost or changed, or two neighbours swapped, makes a into b."""
+    """Return whether adding, dropping or changing one letter, or swapping two neighbours, turns a into b."""
     if abs(len(a) - len(b)) > 1:
         return False
     start = len(os.path.commonprefix([a, b]))
@@ -77,35 +78,37 @@ def _one_edit_apart(a: str, b: str) -> bool:
     a = a[: len(a) - end]
     b = b[: len(b) - end]
     swapped = len(a) == 2 and a == b[::-1]
-    return swapped or len(a) <= 1 and len(b) <= 1
+    one_letter = len(a) <= 1 and len(b) <= 1
+    return swapped or one_letter
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text on one line, without colours and the traceback of a loader's worker."""
+    """Return an exception's text on one line, without colours and without the traceback of a DataLoader worker."""
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     else:
         text = str(error)
-    brought = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
-    if brought:
-        text = re.split(rf"^(?:\w+\.)*{brought[1]}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    from_worker = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
+    if from_worker:
+        class_name = from_worker[1]
+        text = re.split(rf"^(?:\w+\.)*{class_name}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return " ".join(text.split()) or type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first 300 characters of an exception's text, for another's message."""
+    """Return the first 300 characters of an exception's text, to be quoted in another message."""
     return message_of(error)[:300]
 
 
 def missing_package(name: str) -> str:
-    """Return which extra brings a package of EXTRAS that is not installed."""
+    """Return the message for a package of EXTRAS that is not installed; it names the extra to install."""
     return f"the package {name} is missing: pip install 'moh_vision[{EXTRAS[name]}]'"
 
 
 @contextlib.contextmanager
 def extra_named():
-    """Name the extra that brings a missing package in the ModuleNotFoundError of imports."""
+    """Make a ModuleNotFoundError in the `with` block say which extra brings the missing package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -122,16 +125,17 @@ def user_errors(
     code: int = 2,
     resumes: bool = False,
 ):
-    """Turn a user's mistake into one line and an exit code.
+    """Turn a user's mistake in the `with` block into one line and an exit code.
 
-    Where another process of the same launch has ended, this one says so in one line and ends with code 1.
+    If a collective fails because another process of the same launch has ended, this process says so in one line and
+    ends with code 1.
 
     Args:
         command: name of the command, with which the line begins.
-        kinds: exceptions that are a user's mistakes.
-        every_rank: print the line on every process with the mistake; else once a machine.
+        kinds: exceptions that are users' mistakes.
+        every_rank: print the line on every process that made the mistake; else on one process per machine.
         code: exit code of a mistake.
-        resumes: the same command goes on where it was.
+        resumes: whether the same command resumes where it ended, for the message about an ended process.
     """
     # Say once that a hub cannot be reached, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
@@ -143,7 +147,7 @@ def user_errors(
             if error.name not in EXTRAS:
                 raise
             text = missing_package(error.name)
-        # Once on every machine: a folder may be missing on one of them.
+        # One process per machine, not one in all: a folder may be missing on a single machine.
         if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             rank = os.environ.get("RANK", "0")
             if rank != "0":
@@ -159,20 +163,21 @@ def user_errors(
         text = f"another process has ended (its own lines say why, if it was not killed); the same command {again}"
         sys.stdout.flush()
         os.write(2, f"{command}: error: (rank {os.environ.get('RANK', '0')}) {text}\n".encode())
-        os._exit(1)  # to clean up might wait for the process that is no more
+        os._exit(1)  # skip all clean-up: it might wait for the ended process
 
 
 def lost_a_process(error: BaseException | None) -> bool:
-    """Return whether an error is that of a collective whose other processes are no more."""
+    """Return whether a collective raised this error because another process has ended."""
     return isinstance(error, RuntimeError) and (
         type(error).__name__ == "DistBackendError" or "gloo/transport" in str(error)
     )
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
-    """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted.
+    """Do the work of a command; return its exit code: 0, 2 after a user's mistake (one line), 130 if interrupted.
 
-    `kept` names what stays after an error at work, such as "shards"; the same command then goes on with the rest.
+    `kept` names finished results, such as "shards", that stay after bad data, a full disk or an interruption; the
+    message then says that the same command does the rest.
     """
     os.environ.setdefault(BUILD, "auto")
     goes_on = ""

@@ -1,4 +1,4 @@
-"""Folders of runs, locks, and files that are written whole."""
+"""Paths in run folders, locks, safetensors files, and files that are written whole or not at all."""
 
 import contextlib
 import csv
@@ -22,18 +22,19 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-__version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
-CONFIG = "config.yaml"  # what a run was started with
+__version__ = "0.1.0"  # of moh_vision; pyproject.toml reads it from here
+CONFIG = "config.yaml"  # a run's configuration
 LOCK = ".lock"
-# Prefixes of DDP and torch.compile in names of tensors, in either order. A compiled block has its prefix inside the name.
+# Matches what DDP ("module.") and torch.compile ("_orig_mod.") add to names of tensors: prefixes in any order, and
+# inside the name the "_orig_mod." of a compiled block.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
-# Attempts to get a lock: a process that was killed just now, or its children, may need a moment to end.
+# Attempts to get a lock. A process that has just been killed may hold its lock for a moment, and so may its children.
 ATTEMPTS = 20
-PAUSE = 0.1  # seconds between them
+PAUSE = 0.1  # seconds between attempts
 
 
 def cache_folder() -> Path:
-    """Return the user's cache: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
+    """Return the cache folder: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
     cache = os.environ.get("MOH_VISION_CACHE")
     if not cache:
         user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -42,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def run_of(path: str | Path) -> Path:
-    """Return RUN for a path that is RUN, RUN/checkpoints/step_N or a file in one of them."""
+    """Return RUN if a path is RUN, RUN/checkpoints/step_N, or a file in one of the two."""
     folder = Path(path)
     if not folder.is_dir():
         folder = folder.parent
@@ -52,7 +53,7 @@ def run_of(path: str | Path) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
+    """Return N if a folder is the checkpoint RUN/checkpoints/step_N of a run, else None."""
     match = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
     if not match or not Path(match[1], CONFIG).is_file():
         return None
@@ -60,7 +61,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def by_age(parent: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of what may be a checkpoint, the newest first."""
+    """Return (step, folder) of all folders step_N in `parent`, the highest step first; a checkpoint may be damaged."""
     folders = [
         path
         for path in parent.glob("step_*")
@@ -70,31 +71,35 @@ def by_age(parent: Path) -> list[tuple[int, Path]]:
 
 
 def memory_limit(device) -> int | None:
-    """Return the bytes of a torch device that a process can have, or None if they are not known."""
+    """Return how many bytes of a torch device's memory a process can have, or None if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu":
         return None
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # "max" where a container has no limit
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in it: no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
 
 
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
-    """Let one process at a time write into a folder, which exists. Messages name `option`, by which it was given.
+    """Lock a folder for the `with` block, so that one process at a time writes into it.
 
-    The lock is on `folder`/.lock, which names the owner's process and host. The system releases it when the process
-    ends in any way; an unlocked .lock that a killed process left does not matter. Over NFS the server keeps the lock
-    for all clients, and a crashed machine loses it with its lease. A file system without locks gets a warning, and
-    there a second process is not noticed.
+    Raise ValueError if another process has locked the folder.
+
+    The lock is on the file `folder`/.lock, which names the owner's process and host. The system releases the lock
+    however the process ends; a .lock file that a killed process left is not locked, and does no harm. On NFS the server
+    keeps the lock for all clients, and a crashed machine loses it with its lease. On a file system without locks there
+    is only a warning, and a second process is not noticed.
 
     Args:
+        folder: an existing folder.
+        option: the option that named the folder, for messages.
         with_children: hold the lock until forked children, which write into the folder, have ended too.
     """
     path = Path(folder) / LOCK
-    # POSIX locks (lockf) belong to the process; flock's to the open file, which children inherit.
+    # A lock by lockf belongs to the process. A lock by flock belongs to the open file, which children inherit.
     lock = fcntl.lockf
     if with_children:
         lock = fcntl.flock
@@ -103,10 +108,10 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
             file = opened.enter_context(open(path, "a+"))
             try:
                 lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Else the owner has just removed this file: try again.
+                # Only a file that still has its name counts: the former owner may have removed this one meanwhile.
                 if _is_named(file, path):
                     break
-            except (BlockingIOError, PermissionError):  # POSIX allows both
+            except (BlockingIOError, PermissionError):  # locked; POSIX allows either error
                 if attempt == ATTEMPTS:
                     file.seek(0)
                     owner = file.read(200).strip() or "another process"
@@ -129,7 +134,7 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
 
 
 def _is_named(file, path: Path) -> bool:
-    """Return whether `path` is a name of the open file."""
+    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -138,10 +143,11 @@ def _is_named(file, path: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
-    """Open a file for writing that gets the name `path` at the end; after an error there is nothing.
+    """Open a hidden file for writing, and rename it to `path` at the end of the `with` block.
 
-    Its folder is made, and an earlier file replaced. A `shared` file may be written by several processes at
-    once: the last rename stands. An OSError always has a filename.
+    After an error the hidden file is deleted, and `path` is as before. The folder of `path` is made if needed. With
+    `shared`, several processes may write `path` at once: the last one to rename wins. A raised OSError always has a
+    filename.
     """
     hidden = hidden_path(path, shared)
     try:
@@ -152,7 +158,7 @@ def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         give_name(hidden, path)
     except OSError as error:
-        if error.errno and not error.filename:  # that of a full disk names no file
+        if error.errno and not error.filename:  # for example on a full disk
             error.filename = str(path)
         raise
     finally:
@@ -161,7 +167,7 @@ def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: str | bytes, shared: bool = False) -> None:
-    """Write a file, text as UTF-8, as `whole_file` does, unless it holds the same data."""
+    """Write a file as `whole_file` does, text as UTF-8; do nothing if it holds the same data already."""
     if isinstance(data, str):
         data = data.encode()
     if not path.exists() or path.read_bytes() != data:
@@ -170,7 +176,7 @@ def write_whole(path: Path, data: str | bytes, shared: bool = False) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write rows as CSV; bytes of a file's name that are no UTF-8 are escaped."""
+    """Write rows as CSV; bytes in a file name that are not UTF-8 are escaped."""
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(rows)
     write_whole(path, table.getvalue().encode("utf-8", "backslashreplace"))
@@ -180,7 +186,7 @@ def write_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False
 ) -> None:
     """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
-    # A folder, because safetensors makes a temporary file of its own.
+    # Write inside a hidden folder, because safetensors makes a temporary file of its own beside the file.
     folder = hidden_path(path, shared)
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -193,19 +199,19 @@ def write_tensors(
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, object]) -> None:
-    """Write a safetensors file; the library makes a temporary file in the same folder."""
-    # Imported late: attention imports this module, and must not need safetensors.
+    """Write a safetensors file, not atomically; metadata is stored as JSON."""
+    # Imported here because attention imports this module, and must not need safetensors.
     from safetensors.torch import save_file
 
     texts = {name: json.dumps(value) for name, value in metadata.items()}
     save_file(tensors, path, metadata={"format": "pt", **texts})
-    path.chmod(0o644)  # safetensors makes it private
+    path.chmod(0o644)  # safetensors makes files that only their owner can read
 
 
 def tensor_files(path: Path) -> list[Path]:
-    """Return NAME.safetensors if it exists, else the parts NAME-00000.safetensors and so on of a sharded run.
+    """Return [NAME.safetensors] if it exists, else the parts NAME-00000.safetensors, ... that a sharded run writes.
 
-    A run that is not at its end has them in its newest checkpoint.
+    The parts are in the same folder or, for a run that has not ended, in its newest checkpoint.
     """
     if path.exists():
         return [path]
@@ -217,9 +223,15 @@ def tensor_files(path: Path) -> list[Path]:
 
 
 class TensorFiles:
-    """The tensors of one file or of its parts, see `tensor_files`; the metadata are those of the first.
+    """Reads the tensors of a safetensors file, or of its parts, see `tensor_files`.
 
-    A tensor lies in one part, or is split by rows over several.
+    A tensor is in one part, or split by rows over several parts. Metadata come from the first part.
+
+    Attributes:
+        files: the open parts.
+        metadata: metadata values by name.
+        parts: slices of each tensor, by its name.
+        shapes: shape of each whole tensor, by its name.
     """
 
     def __init__(self, path: Path):
@@ -243,7 +255,7 @@ class TensorFiles:
             self.shapes[name] = shape
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Return a whole tensor."""
         if len(self.parts[name]) > 1:
             return self.rows(name, 0, self.shapes[name][0])
         return self.parts[name][0][...]
@@ -253,11 +265,11 @@ class TensorFiles:
         write_tensors(path, {name: self.read(name) for name in self.shapes}, self.metadata)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read the rows from `start` to `stop`."""
+        """Return rows `start` to `stop` - 1 of a tensor."""
         pieces = []
-        begin = 0  # of a part
+        begin = 0  # row of the whole tensor with which the part begins
         for part in self.parts[name]:
-            # The rows of this part that lie in start .. stop - 1.
+            # Clamp the range to this part's rows; it may be empty.
             count = part.get_shape()[0]
             first = min(max(start - begin, 0), count)
             last = min(max(stop - begin, 0), count)
@@ -267,14 +279,14 @@ class TensorFiles:
 
 
 def composed(name: str) -> str:
-    """Return a name in Unicode's composed form: macOS writes an umlaut in a folder's name as two characters."""
+    """Return a name in Unicode's composed form (NFC): macOS stores an umlaut in a file name as two characters."""
     return unicodedata.normalize("NFC", name)
 
 
 def class_names(file: Path) -> list[str]:
-    """Read the names in a classes.txt, one a line; an empty file is of images without classes."""
+    """Return the class names in a classes.txt, which has one per line; an empty file means images without classes."""
     try:
-        text = file.read_text(encoding="utf-8-sig")  # Windows' editors begin with a mark
+        text = file.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 ({error})") from None
     names: dict[str, int] = {}
@@ -289,7 +301,7 @@ def class_names(file: Path) -> list[str]:
 
 
 def _json(text: str) -> object:
-    """Read a metadata value: ours are JSON, others' any strings."""
+    """Return a metadata value: parsed if it is JSON, as this package writes it, else the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -297,21 +309,21 @@ def _json(text: str) -> object:
 
 
 def hidden_path(path: Path, shared: bool = False) -> Path:
-    """Return where a file or folder is until it is whole; see `whole_file`."""
+    """Return the hidden path beside `path` at which a file or folder is written; see `whole_file`."""
     writer = ""
-    if shared:  # with the host, because process numbers repeat in containers
+    if shared:  # include the host, because process ids repeat in containers
         writer = f".{socket.gethostname()}.{os.getpid()}"
     return path.with_name(f".{path.name}{writer}.tmp")
 
 
 def give_name(hidden: Path, path: Path) -> None:
-    """Rename what is whole, and wait until the new name is on the disk."""
+    """Rename a finished file or folder to `path`, and wait until the new name is on the disk."""
     hidden.rename(path)
     fsync(path.parent)
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file's data, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -320,32 +332,32 @@ def fsync(path: Path) -> None:
 
 
 def sha256_of(*paths: Path) -> str:
-    """Return the SHA-256 of a file as hex, or of several, one behind the other."""
+    """Return the SHA-256, as hex, of the concatenated contents of files."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            hashlib.file_digest(file, lambda: digest)  # goes on with the same digest
+            hashlib.file_digest(file, lambda: digest)  # adds the file to the same digest
     return digest.hexdigest()
 
 
 def places_beside(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return where a file about a folder's files may be: in it, and in the user's cache."""
-    # Folders of equal names have different files in the cache.
-    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
-    return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
+    """Return the two paths that an index of a folder's files may have: in the folder, and in the user's cache."""
+    # A hash of the whole path tells folders of the same name apart.
+    path_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return folder / name, cache_folder() / "index" / f"{folder.name}-{path_hash}" / name
 
 
 def writable_place(folder: Path, name: str) -> Path:
-    """Return where a file about a folder's files is written: in it, or in the user's cache if that cannot be."""
+    """Return where to write an index of a folder's files: in the folder, or in the user's cache if it is read-only."""
     inside, cached = places_beside(folder, name)
-    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    # Check the mode too: root may write into a folder that is meant to be read-only.
     if folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK):
         return inside
     return cached
 
 
 def kept_beside(folder: Path, name: str) -> Path:
-    """Return where a file about a folder's files is kept: in it if it is there, else where it would be written."""
+    """Return the path of an index of a folder's files: in the folder if it exists there, else as `writable_place`."""
     inside, _ = places_beside(folder, name)
     if inside.exists():
         return inside

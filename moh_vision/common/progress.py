@@ -13,26 +13,27 @@ FIRST_LINE = 10  # seconds until the first
 
 
 def say(text: str) -> bool:
-    """Print a line above the bars, flushed; return False where nobody reads, as after `| head`."""
+    """Print a line above the progress bars, and flush; return False if stdout is a closed pipe, as after `| head`."""
     try:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
+        # Later lines, and Python's flush at exit, go nowhere instead of failing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
 
 
 class Progress(contextlib.AbstractContextManager):
-    """Progress of long work, in a `with` block: a bar on a terminal, else a line after 10 s and every minute.
+    """Shows the progress of a `with` block: a bar on a terminal, else a line after 10 s and then every minute.
 
     Args:
-        title: what is done, for the lines.
-        total: number of steps, those before included; None: unknown.
+        title: names the work.
+        total: number of steps, including `done`; None: unknown.
         unit: what a step is, in the singular.
-        done: steps that were done before.
-        enabled: False: show nothing.
-        scaled: the bar writes 1.5M for 1,500,000.
+        done: number of steps that were done before.
+        enabled: whether to show anything.
+        scaled: whether the bar writes 1.5M for 1,500,000.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Progress(contextlib.AbstractContextManager):
             unit_scale=scaled,
             dynamic_ncols=True,
             disable=not (enabled and terminal),
-            leave=None,  # it stays, unless it stands below the bar of a run
+            leave=None,  # the finished bar stays on the screen, unless it is below another bar
         )
 
     def __exit__(self, *_) -> None:
@@ -73,7 +74,7 @@ class Progress(contextlib.AbstractContextManager):
         return (self.done - self.first) / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, count: int = 1) -> None:
-        """Count so many steps more."""
+        """Count `count` more steps, and print a line if one is due."""
         self.done += count
         self.bar.update(count)
         if count and self.writes_lines and time.monotonic() >= self.next_line:
@@ -86,7 +87,7 @@ class Progress(contextlib.AbstractContextManager):
 
     @classmethod
     def over(cls, things: Iterable, title: str, unit: str = "step", **options) -> Iterator:
-        """Yield the same things, one step each."""
+        """Yield each of `things`, and count a step when it is done; `options` are those of `Progress`."""
         total = None
         if isinstance(things, Sized):
             total = len(things)

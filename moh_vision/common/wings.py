@@ -7,10 +7,10 @@ class Wing(NamedTuple):
     """A kind of training run.
 
     Attributes:
-        name: `kind` in config.yaml, and of what `moh_vision.open_run` returns.
-        script: the training script.
-        configurations: the folder of its files in configs/.
-        title: what messages call its models.
+        name: the value of `kind`, in config.yaml and in what `moh_vision.open_run` returns.
+        script: name of the training script.
+        configurations: name of the wing's folder in configs/.
+        title: what messages call the wing's models.
     """
 
     name: str

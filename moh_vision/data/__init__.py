@@ -1,1 +1,1 @@
-"""Images: where they are (`sources`), which comes when (`order`), what a step sees of them (`batches`)."""
+"""Images: `sources` hold them, `order` says which comes when, and `batches` makes the batches of a step."""

@@ -1,4 +1,7 @@
-"""From labelled images to the tensors of a step. Every random number depends on (seed, position) alone."""
+"""Transforms, data sets and loaders that turn labelled images into batches.
+
+Every random number depends on (seed, position) alone.
+"""
 
 import itertools
 import os
@@ -44,7 +47,7 @@ def image_transform(
         img_size: side of the result in pixels.
         channels: 1 (grey) or 3.
         mean, std: of each channel, for pixels in 0 .. 1.
-        fit: for images of another shape: "squash" resizes both sides, "crop" is `center_crop`.
+        fit: how images of another shape become square: "squash" resizes both sides, "crop" is `center_crop`.
     """
     steps: list[Callable] = []
     if channels == 1:
@@ -54,7 +57,7 @@ def image_transform(
     if fit == "crop":
         steps.append(partial(center_crop, size=img_size))
     else:
-        # Does nothing to an image of this size.
+        # A no-op for an image of this size.
         steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))
     if augment == "affine":
         ranges = dict(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
@@ -72,10 +75,11 @@ def image_transform(
 
 
 class LabelledImages(Dataset):
-    """Items (position, sample number) -> dict(images, labels, position, bad); augmentation follows from (seed, position).
+    """Data set that maps (position, sample index) to dict(images, labels, position, bad).
 
-    A sample that cannot be decoded is replaced by the next one of the source, with its label; without `replace`, for
-    validation, it is left out. `bad` has a `BadSample` for each of those passed over.
+    Augmentation depends on (seed, position) alone. In place of a sample that cannot be decoded comes the next sample of
+    the source, with the label of that one; without `replace`, as in validation, the item has neither images nor labels.
+    `bad` holds a `BadSample` for each sample that was passed over.
     """
 
     def __init__(self, source: Source, transform: Callable, seed: int, replace: bool = True):
@@ -89,7 +93,7 @@ class LabelledImages(Dataset):
         return self.item(position, self._samples_from(index))
 
     def _samples_from(self, index: int) -> Iterator[Sample | BadSample]:
-        """Yield a sample and those after it, the first again after the last."""
+        """Yield the samples from `index` on, without end: after the last one comes the first."""
         for count in itertools.count(index):
             number = count % len(self.source)
             try:
@@ -99,10 +103,10 @@ class LabelledImages(Dataset):
             yield sample
 
     def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
-        """Return the item of a position: the first of some samples that can be decoded."""
+        """Return the item of a position, made from the first of `samples` that can be decoded."""
         bad = []
-        most = MAX_BAD_IN_A_ROW if self.replace else 1
-        for sample in itertools.islice(samples, most):
+        tries = MAX_BAD_IN_A_ROW if self.replace else 1
+        for sample in itertools.islice(samples, tries):
             if isinstance(sample, BadSample):
                 bad.append(sample)
                 continue
@@ -118,9 +122,9 @@ class LabelledImages(Dataset):
         return dict(position=position, bad=bad)
 
     def _seed(self, position: int) -> None:
-        """Seed what transforms draw from: torch's CPU generator, and for timm's Python's and numpy's."""
-        # The training loop seeds torch again after it has fetched a batch, so nothing is restored;
-        # torch.manual_seed, which also visits every accelerator, would cost 100 us a sample.
+        """Seed the generators that transforms use: torch's on the CPU and, for timm, those of Python and numpy."""
+        # No state is restored, because the training loop seeds torch again after it has fetched a batch.
+        # torch.manual_seed would also seed every accelerator, which costs 100 us a sample.
         seed = derive_seed(self.seed, position)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
@@ -129,9 +133,10 @@ class LabelledImages(Dataset):
 
 @dataclass(eq=False)
 class StreamDataset(IterableDataset):
-    """Micro-batches of a `LabelledImages` of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
+    """Iterable data set of the micro-batches of one rank, from images whose source is a `ShardStream`.
 
-    A sample's augmentation, noise and timestep follow from the seed and its position, as in the exact order.
+    It makes whole micro-batches in the workers of a DataLoader with `batch_size=None`. A sample's augmentation, noise
+    and timestep depend on the seed and its position, as in the exact order.
     """
 
     images: LabelledImages
@@ -143,12 +148,13 @@ class StreamDataset(IterableDataset):
         if info:
             worker = info.id
             workers = info.num_workers
-        else:  # read in the process of the training itself
+        else:  # a DataLoader without workers: the training process reads
             worker = 0
             workers = 1
         images = self.images
         parts = self.sampler.world * workers
         samples = images.source.samples(images.seed, self.sampler.start, parts)
+        # A DataLoader takes batches from its workers in turn, so each worker makes every `workers`-th one.
         for positions in itertools.islice(self.sampler.positions(), worker, None, workers):
             yield self.collate([images.item(position, samples) for position in positions])
 
@@ -158,10 +164,10 @@ class Loader:
 
     Args:
         images: the data set whose items the batches are made of.
-        bad: counts unreadable samples; None: none may be unreadable.
-        workers: processes that read; 0: this one does.
-        prepare: called with every batch, in this process; what it returns is what comes out.
-        options: of torch's DataLoader.
+        bad: counts unreadable samples; None: no sample may be unreadable.
+        workers: number of processes that read; 0: this process reads.
+        prepare: maps every batch, in this process, before it is yielded.
+        options: further arguments of torch's DataLoader.
     """
 
     def __init__(
@@ -173,7 +179,7 @@ class Loader:
         **options,
     ):
         self.bad = bad or BadSamples(len(images.source))
-        self.complete = images.replace
+        self.refuses_gaps = images.replace
         self.prepare = prepare
         self.loader = DataLoader(
             num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options
@@ -187,10 +193,10 @@ class Loader:
             bad = batch.pop("bad")
             lost = batch.pop("lost")
             self.bad.check(bad)
-            if lost and self.complete:
+            if lost and self.refuses_gaps:
                 problem = bad[-1].problem
                 raise UnreadableImage(f"{problem} (and {MAX_BAD_IN_A_ROW - 1} images before it)")
-            if not batch:  # nothing of it could be read
+            if not batch:  # no image of the batch could be read
                 continue
             if self.prepare:
                 batch = self.prepare(batch)
@@ -198,28 +204,30 @@ class Loader:
 
 
 def collate(items: list[dict], mixing: Callable | None = None) -> dict:
-    """Join items of a data set to one batch, mixed; runs in the loader's processes."""
+    """Join items of a data set to one batch, and mix it if `mixing` is given; runs in the loader's processes."""
     position = items[0]["position"]
     bad = [entry for item in items for entry in item["bad"]]
-    whole = [
+    readable = [
         {k: v for k, v in item.items() if k not in ("position", "bad")}
         for item in items
         if "images" in item
     ]
-    batch = default_collate(whole) if whole else {}
-    if mixing and len(whole) == len(items):
+    batch = default_collate(readable) if readable else {}
+    lost = len(items) - len(readable)
+    if mixing and not lost:  # `Loader` refuses a training batch with lost items
         batch["images"], batch["labels"] = mixing(batch["images"], batch["labels"], position)
-    return dict(batch, bad=bad, lost=len(items) - len(whole))
+    return dict(batch, bad=bad, lost=lost)
 
 
 def check_images_fit(key: str, side: int | None, channels: int, count: int) -> None:
-    """Raise ValueError, naming the key of the side, if so many images are larger than the memory of this machine."""
+    """Raise ValueError, naming `key`, if `count` images of `side` x `side` pixels exceed this machine's memory."""
     size = 4 * count * channels * (side or 0) ** 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
-        needed, there = (f"{n / 2**30:,.0f}" for n in (size, memory))
+        needed = f"{size / 2**30:,.0f}"
+        available = f"{memory / 2**30:,.0f}"
         raise ValueError(
-            f"{key} {side}: a batch of {count} such images takes {needed} GiB, this machine has {there}"
+            f"{key} {side}: a batch of {count} such images takes {needed} GiB, this machine has {available}"
         )
 
 
@@ -234,12 +242,12 @@ def training_loader(
     """Return a loader of the micro-batches of one rank, in order.
 
     Args:
-        images: the data set; of a `ShardStream` the samples come as they arrive, at the sampler's positions.
-        sampler: which positions of the run, and samples, a micro-batch has.
-        workers: processes that read; 0: this one does.
-        bad: counts unreadable samples; None: none may be unreadable.
-        mixing: a `BatchMixing`, which runs where the batch is joined.
-        prepare: called with every batch, in this process: such as moves it to the device.
+        images: the data set. Samples of a `ShardStream` come as they arrive; the sampler gives only their positions.
+        sampler: says which positions and samples each micro-batch has.
+        workers: number of processes that read; 0: this process reads.
+        bad: counts unreadable samples; None: no sample may be unreadable.
+        mixing: a `BatchMixing`, which `collate` applies in the workers.
+        prepare: maps every batch, in this process; for example, it moves the batch to the device.
     """
     joined = partial(collate, mixing=mixing)
     if isinstance(images.source, ShardStream):
@@ -254,13 +262,14 @@ def training_loader(
 def evaluation_loader(
     images: LabelledImages, slices: list[list[int]], workers: int, bad: BadSamples | None = None
 ) -> Loader:
-    """Return a loader of batches of the given sample numbers, for a transform without randomness."""
-    sampler = [[(i, i) for i in numbers] for numbers in slices]
+    """Return a loader whose batches have the sample indices `slices`; the transform must not be random."""
+    # A position only seeds the transform, so the index can serve as position.
+    sampler = [[(i, i) for i in indices] for indices in slices]
     return Loader(images, bad, workers, dataset=images, batch_sampler=sampler, collate_fn=collate)
 
 
 def evenly_spread(total: int, count: int) -> list[list[int]]:
-    """Return numbers of `count` of `total` samples, or of all, evenly spread, in batches of 64."""
+    """Return the indices of `count` samples, or of all if `total` is less, evenly spread and in batches of 64."""
     count = min(count, total)
     return [
         [i * total // count for i in range(start, min(start + 64, count))]
@@ -274,15 +283,15 @@ def calibration_halves(
     workers: int,
     bad: BadSamples,
 ) -> tuple[list[dict], ...]:
-    """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
+    """Load two disjoint sets of `count` samples, both evenly spread over a data set; return the batches of each."""
     total = len(images.source)
     if 2 * count > total:
         raise ValueError(
             f"--images {count}: twice as many are needed, the training split has {total} images"
         )
-    numbers = sum(evenly_spread(total, 2 * count), [])
+    indices = [index for batch in evenly_spread(total, 2 * count) for index in batch]
     halves = [
         [half[start : start + 64] for start in range(0, count, 64)]
-        for half in (numbers[::2], numbers[1::2])
+        for half in (indices[::2], indices[1::2])
     ]
     return tuple(list(evaluation_loader(images, slices, workers, bad)) for slices in halves)

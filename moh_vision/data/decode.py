@@ -1,4 +1,4 @@
-"""Image files as they are found in the world: one path from bytes to an upright grey or RGB image, and its centre crop."""
+"""Decode image files as users have them to upright grey or RGB images, always in the same way; crop their centre."""
 
 import io
 import math
@@ -12,10 +12,10 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from moh_vision.common.errors import BadData, message_of
 
-# A short list: some of Pillow's other formats start programs.
+# Not all formats of Pillow: some of the others start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
-LONGEST = 32  # times the shorter side, before a crop of the centre
-# Where Pillow begins to warn; a file of a few kilobytes can unpack to any number.
+LONGEST = 32  # the longer side over the shorter one, at most, before the centre is cropped
+# The limit at which Pillow warns: a file of a few kilobytes can decode to any number of pixels.
 MAX_PIXELS = 89_478_485
 
 
@@ -24,9 +24,9 @@ class UnreadableImage(BadData):
 
 
 class BadSamples:
-    """Counts the samples that cannot be decoded, over all processes and each once.
+    """Counts the samples that cannot be decoded, over all processes and each sample once.
 
-    More than the share set by `option` raise UnreadableImage.
+    Raises UnreadableImage if there are more than `max_fraction` of `total`; `option` set this share.
     """
 
     def __init__(
@@ -35,33 +35,33 @@ class BadSamples:
         self.total = total
         self.max_fraction = max_fraction
         self.option = option
-        # Exact, where 0.29 * 100 in floats is below 29.
+        # Exact arithmetic, because in floats 0.29 * 100 is below 29.
         self.allowed = math.floor(Fraction(str(max_fraction)) * total)
         self.seen: dict[int | str, str] = {}  # sample -> message
-        self.new = False  # whether some were found since the last `share`
+        self.new = False  # whether this process has found some since the last `share`
 
     def check(self, bad: Iterable[tuple[int | str, str]]) -> None:
-        """Take note of (sample, message) of a batch or shard."""
+        """Count the unreadable samples, as (sample, message), of a batch or shard; raise if they are too many."""
         known = len(self.seen)
         self.seen.update(bad)
         count = len(self.seen)
         self.new = self.new or count > known
         if count > self.allowed:
             *_, last = self.seen.values()
-            # The share that would allow these, rounded up at 3 decimals or its first that is not 0.
+            # The share that would allow these, rounded up to 3 decimals or, if smaller, to the first that is not 0.
             digits = max(3, math.ceil(math.log10(self.total / count)))
             enough = math.ceil(Fraction(count, self.total) * 10**digits) / 10**digits
             allowed = f"{self.option} {self.max_fraction:g} of {self.total} images; {enough:g} allows these"
             raise UnreadableImage(f"{last} ({count} unreadable so far, allowed are {allowed})")
 
     def share(self, gather: Callable[[list], list]) -> None:
-        """Tell all processes what each has seen; every process calls it. `gather` joins their lists."""
+        """Exchange what the processes have seen. A collective: `gather` joins the lists of all processes."""
         self.check(gather(list(self.seen.items())))
         self.new = False
 
 
 def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Image:
-    """Open an image file, and read its header; raise ValueError for more than MAX_PIXELS, and whatever Pillow raises."""
+    """Open an image file and read its header; raise ValueError for more than MAX_PIXELS. Pillow may raise anything."""
     image = Image.open(file, formats=formats)
     if math.prod(image.size) > MAX_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
@@ -69,10 +69,10 @@ def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:
-    """Return an image of any mode upright, as "L" or "RGB"; raise ValueError for floating-point pixels.
+    """Turn an image of any mode upright and convert it to "L" or "RGB"; raise ValueError for floating-point pixels.
 
     A rotation noted in EXIF is applied (timm and torchvision ignore it). CMYK, palette and other colour images become
-    RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits. Of an animation it is the first picture.
+    RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits. An animation gives its first frame.
     """
     if image.mode == "F":
         raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
@@ -91,7 +91,7 @@ def in_8_bits(image: Image.Image) -> Image.Image:
 
 
 def is_transparent(data: bytes) -> bool:
-    """Return whether an image file has pixels that are not opaque, which `in_8_bits` shows as if they were."""
+    """Return whether an image file has pixels that are not opaque; `in_8_bits` makes them opaque."""
     image = open_image(io.BytesIO(data))
     if image.mode not in ("RGBA", "RGBa", "LA", "La", "PA") and "transparency" not in image.info:
         return False
@@ -99,30 +99,33 @@ def is_transparent(data: bytes) -> bool:
 
 
 def decode_image(data: bytes, where: str = "", convert: Callable = in_8_bits):
-    """Decode the bytes of an image file and `convert` the image. UnreadableImage's message names the image `where`."""
+    """Decode the bytes of an image file and `convert` the image.
+
+    Raise UnreadableImage, whose message begins with `where`, if either fails.
+    """
     try:
         return convert(open_image(io.BytesIO(data)))
     except UnidentifiedImageError:
         reason = f"cannot identify the image format ({len(data)} bytes)"
-    except Exception as error:  # decoders raise many kinds
+    except Exception as error:  # decoders raise exceptions of many classes
         reason = message_of(error)
     raise UnreadableImage(f"{where}: {reason}" if where else reason)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Apply the rotation that EXIF data note."""
+    """Rotate or mirror an image as its EXIF orientation says."""
     try:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
         if not turned:  # `exif_transpose` would copy it
             return image
         return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF data do no harm to the pixels
+    except Exception:  # EXIF data are damaged; the pixels may be good
         return image
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of `upright` from the header of an image; its pixels are not read."""
-    # Not image.getexif: of a PNG it decodes the pixels, to find EXIF that stands behind them.
+    """Return the width and height that `upright` gives, from an image's header, without reading pixels."""
+    # Not image.getexif(): for a PNG it decodes the pixels, to find EXIF data that are stored behind them.
     try:
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= 5
     except Exception:
@@ -148,9 +151,10 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def shorten(image: Image.Image) -> Image.Image:
-    """Cut an image to its middle so that its longer side is at most LONGEST times the shorter, before a crop of the centre.
+    """Crop the longer side of an image, around its middle, to at most LONGEST times the shorter side.
 
-    Enlarging a whole image of 1 x 60,000 pixels until the shorter side fits would take gigabytes.
+    A crop of the centre first enlarges a small image until its shorter side fits. For a whole image of 1 x 60,000
+    pixels, that would take gigabytes.
     """
     kept = [min(side, LONGEST * min(image.size)) for side in image.size]
     if tuple(kept) == image.size:

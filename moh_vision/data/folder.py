@@ -22,7 +22,7 @@ VAL_NAMES = ("val", "validation")
 
 
 def subfolders(folder: str | Path) -> list[str]:
-    """Return the names of the folders in `folder` but hidden ones, in the order of their `composed` names."""
+    """Return the names of the folders in `folder`, without hidden ones, sorted by their `composed` names."""
     return sorted(
         (
             entry.name
@@ -34,9 +34,10 @@ def subfolders(folder: str | Path) -> list[str]:
 
 
 def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirEntry, str]]:
-    """Yield (entry, `prefix`...) of all files below a folder; of hidden folders the entry alone.
+    """Yield (entry, `prefix` + path) of all files below a folder, and of hidden folders without what is in them.
 
-    Raise ValueError that names a link to a folder `above`: (device, inode) of the folders that led here.
+    Raise ValueError for a link to a folder above it, because the walk would never end. `above` holds (device, inode) of
+    the folders on the way to this one.
     """
     here = folder.stat()
     if (here.st_dev, here.st_ino) in above:
@@ -51,10 +52,10 @@ def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirE
 
 
 def image_files(folder: Path, prefix: str = "") -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the images below a folder at any depth, sorted, each as `prefix`...; and (path, why) of what is left out.
+    """Return the images below a folder at any depth, sorted, as `prefix` + path; and (path, reason) of other files.
 
-    This is the rule of every reader of image files: an image has one of the endings IMAGES, and neither it nor a folder
-    on the way to it is hidden. Hidden files of other endings are not listed.
+    Every reader of image files has this rule: an image has one of the endings IMAGES, and neither the image nor a
+    folder on the way to it is hidden. Hidden files with other endings are in neither list.
     """
     images = []
     left_out = []
@@ -64,7 +65,8 @@ def image_files(folder: Path, prefix: str = "") -> tuple[list[str], list[tuple[s
             if entry.is_dir() or name.endswith(IMAGES):
                 left_out.append((path, "hidden"))
         elif name.endswith(IMAGES):
-            refuse_special(entry)  # a dangling link is listed, counted and named when it is read
+            # A dangling link passes: it is reported as unreadable when it is read.
+            refuse_special(entry)
             images.append(path)
         else:
             left_out.append((path, os.path.splitext(name)[1] or "without an ending"))
@@ -72,7 +74,7 @@ def image_files(folder: Path, prefix: str = "") -> tuple[list[str], list[tuple[s
 
 
 def left_out_line(folder: Path | str, left_out: Sequence[tuple[str, str]]) -> str:
-    """Count what `image_files` left out, by ending and reason, in a line; "" for nothing."""
+    """Return a line that counts what `image_files` left out, by reason; "" if that is nothing."""
     by_reason: dict[str, list[str]] = {}
     for path, why in left_out:
         by_reason.setdefault(why, []).append(path)
@@ -100,22 +102,22 @@ def refuse_special(path: os.PathLike) -> None:
 
 
 def split_folders(root: str | Path) -> dict[str, Path]:
-    """Return the folder of each split, "train" and "val": ROOT/train, and ROOT/val or /validation.
+    """Return the folder of each split, "train" and "val": ROOT/train, and ROOT/val or ROOT/validation.
 
-    There are none if the folders in ROOT are classes, one of them called train: that one holds no folders, and other
-    folders of ROOT hold images.
+    Return {} if the folders in ROOT are classes, one of which is called train, for example. That is so if the folders
+    with a split's name hold no folders, and other folders in ROOT hold images.
     """
     root = Path(root)
-    there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
-    if not there:
+    present = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
+    if not present:
         return {}
-    remaining = [name for name in subfolders(root) if name not in there]
-    has_classes = any(subfolders(root / name) for name in there)
+    remaining = [name for name in subfolders(root) if name not in present]
+    has_classes = any(subfolders(root / name) for name in present)
     if not has_classes and any(_holds_images(root / name) for name in remaining):
         return {}
-    if set(VAL_NAMES) <= set(there):
+    if set(VAL_NAMES) <= set(present):
         raise ValueError(f"{root}: both val and validation are there; move one away")
-    return {"train" if name == "train" else "val": root / name for name in there}
+    return {"train" if name == "train" else "val": root / name for name in present}
 
 
 def _holds_images(folder: Path) -> bool:
@@ -126,9 +128,10 @@ def _holds_images(folder: Path) -> bool:
 
 
 class ImageFolder(ImageSource):
-    """Images in FOLDER/CLASS/..., at any depth; classes are the sorted names of folders, without any: no classes.
+    """Images in FOLDER/CLASS/..., at any depth; if there are no folders in FOLDER, images in FOLDER without classes.
 
-    They come in sorted order, so that the same folder gives the same sample numbers. `name` is that of the data set.
+    Classes are sorted by name, and a class's images by path, so that the same folder gives the same sample indices.
+    `name` is the name of the data set.
     """
 
     def __init__(self, folder: str | Path, name: str = ""):
@@ -171,12 +174,12 @@ class ImageFolder(ImageSource):
         return [line] if line else []
 
     def subset(self, keep: np.ndarray) -> Self:
-        """Return these images alone, with the same classes; `keep` is a mask [N]."""
-        some = copy.copy(self)
-        some.files = self.files[keep]
-        some.labels = self.labels[keep]
-        some.shard_sizes = (len(some),)
-        return some
+        """Return a source of the images where the mask `keep` [N] is true, with the same classes."""
+        source = copy.copy(self)
+        source.files = self.files[keep]
+        source.labels = self.labels[keep]
+        source.shard_sizes = (len(source),)  # not the cached one of all images
+        return source
 
     def read(self, index: int) -> bytes:
         return read_file(self.where(index), self.where(index))

@@ -14,10 +14,13 @@ COLUMNS = ("image", "label")  # what hfds/NAME?image=COLUMN&label=COLUMN chooses
 NO_LABEL = "none"
 
 
-def hub_split(root: str, names: Sequence[str]):
-    """Return the table, and its name, of the first of the splits `names` that there is.
+def hub_split(root: str, names: Sequence[str], key: str = "data.root"):
+    """Open the first of the splits `names` that a data set has; return its table and what messages call it.
 
-    `root` is hfds/NAME or hfds/NAME:CONFIG, what datasets.load_dataset takes: a name on the hub, or a local folder.
+    Args:
+        root: hfds/NAME or hfds/NAME:CONFIG, what datasets.load_dataset takes: a name on the hub, or a local folder.
+        names: of splits, in order of preference.
+        key: the option that named `root`, for messages.
     """
     import datasets
 
@@ -25,28 +28,27 @@ def hub_split(root: str, names: Sequence[str]):
     try:
         splits = datasets.load_dataset(name, config or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data.root {root}: {error}") from None
+        raise ValueError(f"{key} {root}: {error}") from None
     split = next((s for s in names if s in splits), None)
     if split is None:
-        raise ValueError(
-            f"data.root {root}: no split {' or '.join(names)}; it has {', '.join(splits)}"
-        )
+        raise ValueError(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
     return splits[split], f"{root}, split {split}"
 
 
 class HubDataset(ImageSource):
-    """`hfds/NAME[:CONFIG][?label=COLUMN&image=COLUMN]`; "val" is the first of SPLITS that there is.
+    """Images of `hfds/NAME[:CONFIG][?label=COLUMN&image=COLUMN]`; for "val" and "train" see `SPLITS`.
 
-    Columns that are not chosen are the only one of images and the only one of class labels; without class labels the
-    images are without classes. A chosen column of labels may also hold whole numbers, whose classes are the numbers up to
-    the largest one, or texts, which are the names. "label=none" is without classes.
+    A column that is not chosen must be the only one of its type, images or class labels. Without a column of class
+    labels, or with "label=none", the images have no classes. A chosen label column may also hold whole numbers (then
+    the classes are the numbers from 0 to the largest) or texts (then these are the classes' names).
     """
 
-    def __init__(self, root: str, split: str):
+    def __init__(self, root: str, split: str, key: str = "data.root"):
         self.root = root
+        self.named = f"{key} {root}"  # the beginning of messages
         table_path, _, chosen = root.partition("?")
         self.chosen = self._chosen(chosen)
-        table, self.table_name = hub_split(table_path, SPLITS[split])
+        table, self.table_name = hub_split(table_path, SPLITS[split], key)
         import datasets
 
         # Bytes, not images: decoding is ours, so that every source treats files alike.
@@ -62,32 +64,33 @@ class HubDataset(ImageSource):
             self._take_labels(table, label, datasets)
 
     def _chosen(self, text: str) -> dict[str, str]:
+        """Parse "label=COLUMN&image=COLUMN"."""
         pairs = parse_qsl(text, keep_blank_values=True)
         for key, column in pairs:
             if key not in COLUMNS or not column:
                 raise ValueError(
-                    f"data.root {self.root}: {key}={column}; expected ?label=COLUMN, ?image=COLUMN or both joined by &"
+                    f"{self.named}: {key}={column}; expected ?label=COLUMN, ?image=COLUMN or both joined by &"
                 )
         if text and not pairs:
-            raise ValueError(f"data.root {self.root}: ?{text}; expected ?label=COLUMN")
+            raise ValueError(f"{self.named}: ?{text}; expected ?label=COLUMN")
         return dict(pairs)
 
     def _column(self, table, key: str, feature_class, title: str) -> str | None:
-        """Return the chosen column of images or labels, or the only one of a class; None without labels.
+        """Return the chosen column or, if none was chosen, the only one of a feature class; None for no labels.
 
         Args:
             table: a split, as `datasets` gives it.
             key: "image" or "label", of COLUMNS.
-            feature_class: of `datasets`, that of the column if none was chosen.
+            feature_class: of `datasets`; the column has it if none was chosen.
             title: what messages call such a column.
         """
-        there = ", ".join(table.features)
+        columns = ", ".join(table.features)
         column = self.chosen.get(key)
         if key == "label" and column == NO_LABEL:
             return None
         if column is not None:
             if column not in table.features:
-                raise ValueError(f"data.root {self.root}: no column {column}; there are {there}")
+                raise ValueError(f"{self.named}: no column {column}; there are {columns}")
             return column
         names = [
             name for name, feature in table.features.items() if isinstance(feature, feature_class)
@@ -98,15 +101,13 @@ class HubDataset(ImageSource):
         choose = f"{self.root}{sign}{key}=COLUMN chooses one"
         if key == "label" and not names:
             self.remarks = [
-                f"{self.root}: no {title} column among {there}, so that the images are without classes; {choose}"
+                f"{self.root}: no {title} column among {columns}, so that the images are without classes; {choose}"
             ]
             return None
-        raise ValueError(
-            f"data.root {self.root}: {len(names)} {title} columns among {there}; {choose}"
-        )
+        raise ValueError(f"{self.named}: {len(names)} {title} columns among {columns}; {choose}")
 
     def _take_labels(self, table, column: str, datasets) -> None:
-        """Read class numbers and names of a column of class labels, whole numbers or texts."""
+        """Read class numbers and names from a column of class labels, whole numbers or texts."""
         feature = table.features[column]
         values = table[column][:]
         dtype = getattr(feature, "dtype", type(feature).__name__)
@@ -121,15 +122,15 @@ class HubDataset(ImageSource):
         elif str(dtype).startswith(("int", "uint")) and None not in values:
             self.labels = np.array(values, np.int64)
             most = int(self.labels.max())
-            if most >= MAX_CLASSES:  # years or ids
+            if most >= MAX_CLASSES:  # the column holds ids, perhaps
                 raise ValueError(
-                    f"data.root {self.root}: column {column} holds {most}; expected labels of 0 to {MAX_CLASSES - 1}"
+                    f"{self.named}: column {column} holds {most}; expected labels of 0 to {MAX_CLASSES - 1}"
                 )
             self.classes = [str(c) for c in range(most + 1)]
             self.numbered = True
         else:
             raise ValueError(
-                f"data.root {self.root}: column {column} is of {dtype}, or has rows without a label; expected class labels, "
+                f"{self.named}: column {column} is of {dtype}, or has rows without a label; expected class labels, "
                 "whole numbers or texts in every row"
             )
         self.check_labels(self.table_name)

@@ -1,4 +1,4 @@
-"""The ImageNet recipe's transforms and mixing: timm's own, every draw a function of (seed, position)."""
+"""The ImageNet recipe's transforms and mixing: timm's own, with randomness from (seed, position) alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,10 +21,11 @@ def imagenet_train_transform(
 ) -> Callable:
     """Return timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    `options` are those of timm's `create_transform`, which leaves `color_jitter` out with `auto_augment`.
+    `options` are those of timm's `create_transform`, which ignores `color_jitter` if it is given `auto_augment`.
     """
     options = dict(interpolation="bicubic", color_jitter=None) | options
-    # Grey images are augmented in colour, because several of RandAugment's operations know only that.
+    # Grey images are augmented as RGB, because several of RandAugment's operations need it: timm's own mean and std,
+    # which have 3 values, stay.
     if channels == 3:
         options.update(mean=tuple(mean), std=tuple(std))
     try:
@@ -38,24 +39,24 @@ def imagenet_train_transform(
     steps = [_rgb, crop, augment]
     if channels == 1:
         steps.append(Grayscale())
-    _, _, *erase = last.transforms  # behind timm's two steps of `ToNormalised`
+    _, _, *erase = last.transforms  # `ToNormalised` replaces the first two steps
     return Compose([*steps, ToNormalised(mean, std), *erase])
 
 
 def validation_transform(cfg: dict) -> Callable:
     """Return timm's validation transform of a pretrained_cfg: PIL image -> normalised float tensor of its input_size.
 
-    crop_mode "center": the shorter side becomes floor(side / crop_pct), then the centre is cropped. "squash": both sides
-    become that, so that with crop_pct 1 the whole image is seen (as the papers do at 384 pixels). "border": the longer
-    side becomes that, with a border.
+    Images are first resized to length = floor(side / crop_pct). crop_mode "center": the shorter side gets this length,
+    then the centre is cropped. "squash": both sides get it, so that with crop_pct 1 the whole image is seen (as the
+    papers do at 384 pixels). "border": the longer side gets it, and a border fills the rest.
     """
     channels, _, side = cfg["input_size"]
     cropping = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
-    # The mean is the colour of a border.
+    # timm fills a border with the mean.
     transform = create_transform(side, mean=tuple(cfg["mean"]), **cropping)
-    *fit, _, _ = transform.transforms  # without timm's two steps of `ToNormalised`
+    *fit, _, _ = transform.transforms  # `ToNormalised` replaces the last two steps
     steps = []
-    # The other modes see the whole image, and make it no larger than they were asked to.
+    # Only this mode lets the longer side become larger than asked for.
     if cfg["crop_mode"] == "center":
         steps.append(shorten)
     steps.append(Grayscale() if channels == 1 else _rgb)
@@ -63,7 +64,7 @@ def validation_transform(cfg: dict) -> Callable:
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
-    """Make posterizing to 0 bits a black image again: the papers' recipes reach it, and Pillow 13 raises."""
+    """Make posterizing to 0 bits return a black image: the papers' recipes do so, but Pillow 13 raises an error."""
     for step in augment.transforms:
         policies = getattr(step, "policy", [])  # AutoAugment's
         for op in [*getattr(step, "ops", []), *(op for policy in policies for op in policy)]:
@@ -78,10 +79,14 @@ def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) ->
 
 
 class ToNormalised:
-    """PIL image -> (pixels / 255 - mean) / std, float32 [C, h, w]: timm's two steps to the bit, with one tensor for four."""
+    """Maps a PIL image to (pixels / 255 - mean) / std, float32 [C, h, w].
+
+    The result is that of timm's two steps to the bit, but takes one new tensor instead of four.
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
-        self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
+        self.mean = torch.tensor(mean)[:, None, None]  # [C, 1, 1]
+        self.std = torch.tensor(std)[:, None, None]
 
     def __call__(self, image: Image.Image) -> Tensor:
         pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)  # [h, w, C]
@@ -97,7 +102,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def unnamed_classes(count: int) -> list[str]:
-    """Name the classes of weights that come without names: 1,000 are ImageNet's synsets, others their numbers."""
+    """Return names for classes that have none: ImageNet's synsets for 1,000 classes, else the class numbers."""
     imagenet = ImageNetInfo()
     if count == imagenet.num_classes():
         return list(imagenet.label_names())
@@ -105,10 +110,14 @@ def unnamed_classes(count: int) -> list[str]:
 
 
 def numbers_by_name(names: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
+    """Return class numbers by the names of classes, and by the words for a class in ImageNet.
+
+    A synset such as n01440764 is also found by "tench, Tinca tinca", "tench" and "Tinca tinca"; other names are split
+    at commas in the same way. A word of digits alone is left out, and a name takes precedence over an equal word.
+    """
     described = ImageNetInfo().label_descriptions(as_dict=True)
     by_word: dict[str, list[int]] = {}
-    by_name: dict[str, list[int]] = {}  # of names from elsewhere several may be equal
+    by_name: dict[str, list[int]] = {}  # names need not be unique
     for number, name in names.items():
         by_name.setdefault(composed(name), []).append(number)
         text = described.get(name, composed(name))
@@ -124,7 +133,7 @@ def classification_transforms(
     img_size: int,
     channels: int,
 ) -> tuple[Callable, Callable]:
-    """Return the transforms for training and for validation, of a `ClsDataConfig` and a model's pretrained_cfg."""
+    """Return the transforms for training and validation that a `ClsDataConfig` and a pretrained_cfg describe."""
     normal = dict(mean=pretrained_cfg["mean"][:channels], std=pretrained_cfg["std"][:channels])
     if data.augment == "imagenet":
         options = dict(interpolation=pretrained_cfg["interpolation"], **data.train_options())
@@ -137,16 +146,16 @@ def classification_transforms(
 
 
 class BatchMixing:
-    """timm's mixup and cutmix, whose arguments it takes, drawn from (seed, position of the first sample).
+    """Mixes batches by timm's mixup and cutmix, with randomness from (seed, position of the first sample) alone.
 
-    Images are mixed inside a micro-batch, so that another number of processes pairs other images.
+    Images are mixed inside a micro-batch, so the number of processes changes which images are paired.
 
     Args:
         seed: of the run.
-        num_classes: of the targets.
+        num_classes: number of classes of the targets.
         mixup, cutmix: alpha of each, 0: never.
-        prob: of mixing a batch at all.
-        switch_prob: of cutmix where both are on.
+        prob: probability of mixing a batch.
+        switch_prob: probability of cutmix rather than mixup, where both are on.
         mode: "batch", "pair" or "elem": what shares one draw.
     """
 
@@ -161,20 +170,22 @@ class BatchMixing:
         mode: str,
     ):
         self.seed = seed
-        # Smoothing is the loss's: smoothing mixed labels is mixing smoothed ones.
+        # No smoothing here, because the loss does it: smoothing mixed labels equals mixing smoothed labels.
         self.mixup = Mixup(
-            mixup,
-            cutmix,
-            None,
-            prob,
-            switch_prob,
-            mode,
+            mixup_alpha=mixup,
+            cutmix_alpha=cutmix,
+            prob=prob,
+            switch_prob=switch_prob,
+            mode=mode,
             label_smoothing=0.0,
             num_classes=num_classes,
         )
 
     def __call__(self, images: Tensor, labels: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""
+        """Mix images [B, C, h, w] in place; return them and their targets [B, classes].
+
+        `labels` are [B], and B is even; `position` is that of the first sample.
+        """
         seed = derive_seed(self.seed, position, Stream.MIXING)
         np.random.seed(seed % 2**32)  # timm draws from numpy's global generator
         return self.mixup(images, labels)

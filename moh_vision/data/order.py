@@ -1,6 +1,7 @@
 """Which sample comes at which position of a run: a pure function of (seed, position).
 
-Nothing here knows of ranks or workers, so resuming is arithmetic and any number of processes sees the same data.
+The order depends on neither ranks nor workers, so resuming is arithmetic and any number of processes sees the same
+data.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,10 @@ from moh_vision.common.seeds import derive_seed
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], group: int) -> np.ndarray:
-    """Return the sample numbers of an epoch, a permutation of 0 .. sum(shard_sizes) - 1.
+    """Return the sample indices of an epoch in order, a permutation of 0 .. sum(shard_sizes) - 1.
 
-    Shards are permuted, taken `group` at a time, which bounds how many must be at hand, and shuffled inside a group.
+    Shards are permuted and taken in groups of `group`; the samples of a group are shuffled together. A small `group`
+    bounds how many shards are read at a time.
     """
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch)))
     starts = np.concatenate([[0], np.cumsum(shard_sizes)])
@@ -32,14 +34,16 @@ def epoch_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], group: int)
 
 @dataclass
 class PositionSampler:
-    """The micro-batches of one rank, step after step, as lists of (position, sample number).
+    """Yields the micro-batches of one rank, step after step, as lists of (position, sample index).
 
-    Position p = step * batch_size + slot; micro-batch m of rank r holds the slots of number m * world + r, so the
-    same step holds the same samples whatever the number of ranks. `batch_size` is over all ranks and micro-batches.
+    Position p = step * batch_size + slot, where `batch_size` is over all ranks and micro-batches. The slots of a step
+    are cut into accumulation * world equal slices; slice m * world + r is micro-batch m of rank r. So a step holds the
+    same samples whatever the number of ranks.
 
     Repeated augmentation (Hoffer et al. 2020; DeiT, timm's RepeatAugSampler): with `repeats` 3, an epoch has as many
-    positions, but only the first third of its samples, each three times in a step (at its end, the next), a third of it
-    apart: in other micro-batches where there are three or more, as DeiT lays them on other GPUs.
+    positions as before, but covers only the first third of its order. Each sample comes three times, a third of a step
+    apart; a copy at the end of a step may fall into the next. With three or more micro-batches the copies are in
+    different ones, as DeiT puts them on different GPUs.
     """
 
     shard_sizes: Sequence[int]
@@ -50,8 +54,8 @@ class PositionSampler:
     accumulation: int
     rank: int
     world: int
-    start: int
-    stop: int  # the step after the last
+    start: int  # the first step
+    stop: int  # the step after the last one
     repeats: int = 1
 
     def __post_init__(self):
@@ -62,7 +66,7 @@ class PositionSampler:
         if self.batch_size % (self.accumulation * self.world):
             divisor = f"accumulation {self.accumulation} x processes {self.world}"
             raise ValueError(f"optim.batch_size {self.batch_size} is not a multiple of {divisor}")
-        # Slot of a step -> index in the order of that step: copy 0 of all its samples, then copy 1, ...
+        # Slot of a step -> offset in the step's part of the order: copy 0 of all its samples, then copy 1, ...
         self.order_in_step = np.concatenate(
             [np.arange(copy, self.batch_size, self.repeats) for copy in range(self.repeats)]
         )
@@ -87,7 +91,7 @@ class PositionSampler:
         return step * self.batch_size // self.total
 
     def sample(self, position: int) -> int:
-        """Return the sample number at a position."""
+        """Return the sample index at a position."""
         step, slot = divmod(position, self.batch_size)
         epoch, index = divmod(step * self.batch_size + int(self.order_in_step[slot]), self.total)
         order = epoch_order(self.seed, epoch, self.shard_sizes, self.group)
@@ -95,6 +99,9 @@ class PositionSampler:
 
 
 def rank_slice(count: int, rank: int, world: int, batch_size: int) -> list[list[int]]:
-    """Return batches for evaluation: every number below `count` exactly once over all ranks, nothing padded."""
-    numbers = list(range(rank, count, world))
-    return [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
+    """Return one rank's batches of sample indices for evaluation.
+
+    Over all ranks, every index below `count` occurs exactly once: nothing is padded.
+    """
+    indices = list(range(rank, count, world))
+    return [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]

@@ -19,12 +19,15 @@ def record_path(folder: Path, split: str) -> Path:
 
 
 def parts_path(record: Path) -> Path:
-    """Return the folder that holds the entries of finished shards while others are missing."""
+    """Return the folder that holds the entries of finished shards until all shards are finished."""
     return record.with_name(f".{record.name}.parts")
 
 
 def read_record(path: Path, unfinished: bool = False) -> dict:
-    """Read a record: format, made_from, and `shards`: name -> entry of all, or of an `unfinished` one of those so far."""
+    """Read a record as a dict: format, made_from, and shards (name -> entry).
+
+    A record without all of its shards is refused or, with `unfinished`, read with the shards finished so far.
+    """
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
@@ -39,7 +42,7 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
             files = sorted(parts_path(path).glob("*.json"))
             entries = [json.loads(file.read_text("utf-8")) for file in files]
         record["shards"] = {entry["shard"]: _checked(entry) for entry in entries}
-    except Exception as error:  # what is missing or of another kind fails anywhere
+    except Exception as error:  # a damaged record may lack a key or hold another type
         raise ValueError(
             f"{path} is not a record of shards that can be read: {reason_of(error)}"
         ) from None
@@ -47,13 +50,14 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
 
 
 def check_sums(record: Path, files: Mapping[str, tuple[Sequence[Path], str]]) -> None:
-    """Raise ValueError, naming a file, where files do not have the SHA-256 that a record says.
+    """Raise ValueError, naming a file, unless files have the SHA-256 that a record says.
 
-    Files are hashed once, and again only when a size or a time of change is new: what was found is kept beside the
-    record, or in the user's cache.
+    A file is hashed again only if its size or its time of change is new: sums that were right are kept in a file beside
+    the record, or in the user's cache.
 
     Args:
-        files: name -> (paths, the SHA-256 of their bytes, one behind the other).
+        record: path of the record.
+        files: name -> (paths, the expected SHA-256 of their concatenated bytes).
     """
     kept = _sums_file(record)
     now = {name: _identity(paths, expected) for name, (paths, expected) in files.items()}
@@ -80,7 +84,7 @@ def _identity(paths: Sequence[Path], expected: str) -> list:
 
 
 def _read_sums(kept: Path) -> dict:
-    """Read what `check_sums` has found; empty where that is not there, or damaged."""
+    """Read the sums that `check_sums` has kept; {} if there is no such file, or it is damaged."""
     try:
         return dict(json.loads(kept.read_text("utf-8")))
     except (OSError, ValueError, TypeError):
@@ -102,7 +106,10 @@ def _checked(entry: dict) -> dict:
 
 
 def entries_for(path: Path, record: dict, shards: list[Path]) -> dict[str, dict]:
-    """Return the entries of a record by the names of the shards; raise ValueError that names one too few or too many."""
+    """Return the entries of a record by the names of the shards.
+
+    Raise ValueError, naming a shard, unless the record has exactly `shards`; `path` is the record's.
+    """
     entries = record["shards"]
     odd = sorted(entries.keys() ^ {shard.name for shard in shards})
     if odd:

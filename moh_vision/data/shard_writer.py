@@ -1,4 +1,4 @@
-"""Shards that a command writes: planned beforehand, each whole or not at all, so that the same command goes on after a kill."""
+"""Write shards so that the same command resumes after a kill: all are planned first, and each is whole or not there."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from moh_vision.data.folder import one_line
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.splits import outline
 
-INPUT = "sha256 of the input"  # among what a record says that shards were made from
+INPUT = "sha256 of the input"  # a key of a record's made_from
 
 
 def plan_shards(
@@ -27,15 +27,15 @@ def plan_shards(
     most: int,
     seed: int,
 ) -> dict[str, list[int]]:
-    """Spread shuffled samples evenly over shards; return file name of each shard -> sample numbers.
+    """Spread shuffled samples evenly over shards; return file name of each shard -> sample indices.
 
     Args:
-        split, ending: of the file names, {split}-{number}.{ending}.
-        names: of the samples, by which they are shuffled.
+        split, ending: parts of the file names, {split}-{number}.{ending}.
+        names: of the samples; the order depends on them.
         most: samples of a shard, at most.
         seed: of the shuffle.
     """
-    # Sorted by a hash of the name: a shuffle that no library's next version changes.
+    # Shuffle by sorting hashes of the names: unlike a generator, no new version of a library changes this order.
     hashes = [hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest() for name in names]
     order = sorted(range(len(hashes)), key=hashes.__getitem__)
     count = -(-len(order) // most)
@@ -44,11 +44,18 @@ def plan_shards(
 
 
 class ShardWriter:
-    """The shards of one split in a folder, and their `record`; `plan` is file name -> sample numbers of each shard.
+    """Writes the record of the shards of one split; a subclass or caller writes the shards.
 
     As soon as a shard is whole, its entry (shard, samples, bytes, sha256, and bad: a list of [which, reason]) is kept in a
-    hidden folder; the record takes all at the end, and says `more`. Shards that were made with other `options` (name ->
-    value), or from `images` (a source) of other classes or files, are refused.
+    hidden folder. At the end all entries go into the record. Shards in the folder that were made with other options, or
+    from images with other classes or files, are refused.
+
+    Args:
+        record: path of the record; the shards are in the same folder.
+        plan: file name of each shard -> sample indices.
+        images: the source.
+        options: name -> value; shards made with other options are refused.
+        more: further keys of the record, with their values.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class ShardWriter:
         self.header = dict(format=FORMAT, made_from=made_from, **more)
         self.parts = parts_path(record)
         self.entries = self._earlier()
+        # Refuse files that this command did not write: without its record any of the split's, else shards alone.
         patterns = [f"{self.split}[-.]*", f".{self.split}-*"]
         if record.exists():
             patterns = [f"{self.split}-*{Path(next(iter(plan))).suffix}"]
@@ -78,14 +86,14 @@ class ShardWriter:
             )
 
     def _earlier(self) -> dict[str, dict]:
-        """Return entries of an earlier run of the same command; raise ValueError for those of another."""
+        """Return the entries of an earlier run of the same command; raise ValueError if another wrote the shards."""
         if not self.record.exists():
             return {}
         record = read_record(self.record, unfinished=True)
         before = record["made_from"]
         now = self.header["made_from"]
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        # Before the first shard is finished nothing depends on them.
+        # Until the first shard is finished, nothing depends on options and input.
         if changed and record["shards"]:
             changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed]
             if changed == [INPUT]:
@@ -98,30 +106,33 @@ class ShardWriter:
         return record["shards"]
 
     def begin(self, threads: int) -> list[str]:
-        """Check the sums of the shards that are there, and return the names of those to write, damaged ones too."""
-        there = {
+        """Check the sums of existing shards; return the names of the shards to write, missing or damaged ones."""
+        existing = {
             name: entry
             for name, entry in self.entries.items()
             if name in self.plan and (self.out / name).exists()
         }
-        if there:
-            say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
+        if existing:
+            say(
+                f"{self.split}: {len(existing)} of {len(self.plan)} shards are there, checking them"
+            )
         with ThreadPoolExecutor(threads) as pool:
-            sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
+            sums = dict(zip(existing, pool.map(lambda name: sha256_of(self.out / name), existing)))
         for name, sha256 in sums.items():
-            if sha256 != there[name]["sha256"]:
+            if sha256 != existing[name]["sha256"]:
                 say(f"{self.split}: {name} does not have its recorded sha256; it is written again")
-                del there[name]
-        self.entries = there
-        todo = [name for name in self.plan if name not in there]
+                del existing[name]
+        self.entries = existing
+        todo = [name for name in self.plan if name not in existing]
         if todo:
-            for entry in there.values():
+            # The record is unfinished until `end`: the entries so far are in the hidden folder.
+            for entry in existing.values():
                 self._keep(entry)
             self._write(None)
         return todo
 
     def finish(self, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
-        """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
+        """Record a shard that is written but not yet renamed by `whole_file`; return its entry."""
         if not samples:
             raise ValueError(
                 f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}"
@@ -129,12 +140,12 @@ class ShardWriter:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        # Recorded before it is renamed: a shard without a record would be a stranger's.
+        # Record before renaming: after a kill in between, a shard without entry would count as another command's.
         return self._keep(dict(shard=name, samples=samples, bytes=size, sha256=sha256, bad=bad))
 
     @property
     def bad(self) -> list[list]:
-        """[which, reason] of each bad image of the shards in `entries`."""
+        """List [which, reason] of each bad image of the shards in `entries`."""
         return [bad for entry in self.entries.values() for bad in entry["bad"]]
 
     def end(self) -> None:
@@ -147,7 +158,7 @@ class ShardWriter:
         shutil.rmtree(self.parts, ignore_errors=True)
 
     def report(self, images: str, origin: str) -> None:
-        """Print what is there of the split, and whether it was written now or before (`origin`)."""
+        """Print a line on the split: `images` in words, shards, bytes and `origin`, whether written now or before."""
         size = sum(entry["bytes"] for entry in self.entries.values()) / 1e6
         line = f"{self.split}: {images} in {len(self.entries)} shards, {size:.1f} MB, {origin}"
         if self.bad:
@@ -164,7 +175,7 @@ class ShardWriter:
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent is gone: it would write on, or wait forever, and keep the folder's lock."""
+    """Exit this process when its parent is gone; it would go on or wait forever, and keep the folder's lock."""
 
     def watch() -> None:
         while os.getppid() == parent:

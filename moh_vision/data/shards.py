@@ -27,8 +27,8 @@ NAME_RULE = "a sample is what its files' names have before the first dot: a.b.jp
 class Shards(ImageSource):
     """A folder of webdataset shards `{split}-*.tar` whose samples are an image and a .cls file with the label.
 
-    webdataset itself only streams; the index makes any sample readable by one pread. Classes come from classes.txt (one a
-    line) or are the numbers 0 .. largest label; images of which none has a .cls are without classes.
+    webdataset itself only streams; with the index, one pread reads any sample. Classes come from classes.txt (one a
+    line) or are the numbers 0 .. largest label; if no image has a .cls file, there are no classes.
     """
 
     def __init__(self, root: str, split: str):
@@ -38,7 +38,7 @@ class Shards(ImageSource):
         for path in self.paths:
             refuse_special(path)
         record = record_path(folder, split)
-        self._entries = None
+        self._entries = None  # of the record, by the names of the shards
         if record.exists():
             self._entries = entries_for(record, read_record(record), self.paths)
         self._stats = [
@@ -48,10 +48,10 @@ class Shards(ImageSource):
         self.shard_sizes = tuple(map(len, tables))
         if not sum(self.shard_sizes):
             raise ValueError(f"{folder}: the shards hold no samples")
-        self._ends = np.cumsum(self.shard_sizes)
-        self.offset, self.bytes, self.labels = (
-            np.concatenate([t[:, column] for t in tables]) for column in range(3)
-        )
+        self._ends = np.cumsum(self.shard_sizes)  # of each shard: the index after its last sample
+        self.offset = np.concatenate([table[:, 0] for table in tables])
+        self.bytes = np.concatenate([table[:, 1] for table in tables])
+        self.labels = np.concatenate([table[:, 2] for table in tables])
         names_file = folder / "classes.txt"
         numbers = range(int(self.labels.max()) + 1)
         self.numbered = not names_file.exists()
@@ -61,11 +61,11 @@ class Shards(ImageSource):
             self.classes = class_names(names_file)
         if self.classes or numbers:
             self.check_labels(folder if self.numbered else names_file)
-        else:  # all labels are -1, and nobody named classes
+        else:  # all labels are -1, and classes.txt is empty or missing
             self.labels = np.zeros_like(self.labels)
 
     def _tables(self, folder: Path, record: Path) -> tuple[list[np.ndarray], list[str]]:
-        """Return offsets, sizes and labels of each shard, and remarks on them; write the indexes that are missing."""
+        """Return offsets, sizes and labels of each shard, and remarks; write the indexes that are missing or stale."""
         tables = []
         found: dict[str, list[Path]] = {"kept": [], "hashed": [], "stale": [], "new": []}
         shards = list(zip(self.paths, self._stats))
@@ -77,17 +77,19 @@ class Shards(ImageSource):
             found[origin].append(path)
             if entry is not None:
                 refuse_difference(path, size_and_time[0], len(table), entry, record)
-            if origin != "kept":  # only now: what the record refuses is read again
+            # Write the index after the comparison, so that a shard that the record refuses is read again next time.
+            if origin != "kept":
                 _write_index(index_file(path), size_and_time, table)
             tables.append(table)
         return tables, _on_new_times(folder, found, record)
 
     def _shard(self, index: int) -> int:
+        """Return the number of the shard that holds a sample."""
         return int(np.searchsorted(self._ends, index, "right"))
 
     def _pread(self, index: int, size: int, offset: int) -> bytes:
         shard = self._shard(index)
-        # A variable holds the file, or another thread could close it.
+        # Keep a reference: the cache may drop the file in another thread, which would close it.
         file = _opened(self.paths[shard], self._stats[shard])
         return os.pread(file.fileno(), size, offset)
 
@@ -108,7 +110,7 @@ class Shards(ImageSource):
         try:
             header = self._pread(index, tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
             name = tarfile.TarInfo.frombuf(header, "utf-8", "replace").name
-        except (OSError, UnreadableImage, tarfile.TarError):  # the shard is gone, or another
+        except (OSError, UnreadableImage, tarfile.TarError):  # the shard is gone or was replaced
             name = "image"
         return f"{self.paths[self._shard(index)]}, {name} at byte {offset}"
 
@@ -120,7 +122,7 @@ class Shards(ImageSource):
     def identities(self) -> Iterator[bytes]:
         if self._entries is None:
             yield json.dumps(self._stats).encode()
-        else:  # which a copy of the folder shares
+        else:  # a copy of the folder has the same sums, but other times
             yield json.dumps([self._entries[path.name]["sha256"] for path in self.paths]).encode()
         yield from self.listing()
 
@@ -164,6 +166,7 @@ def scan(path: Path) -> np.ndarray:
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
+    """Read the class number in a .cls file."""
     text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
     if not text.isdigit() or int(text) >= MAX_CLASSES:
         raise ValueError(
@@ -191,8 +194,9 @@ def _table_of(
 ) -> tuple[np.ndarray, str]:
     """Return offsets, sizes and labels of a shard, int64 [N, 3], and where they come from.
 
-    "kept": the index. "hashed": the index of a shard of another time, as of a copy, whose sha256 is that of its `entry`
-    in the record. "stale": such a shard without a record was read. "new": the shard had no index, and was read.
+    "kept": from the index. "hashed": from the index although the shard has another time now, as a copy has, because its
+    sha256 is still that of its `entry` in the record. "stale": from the shard, which has another time now and no entry.
+    "new": from the shard, which had no index.
     """
     earlier = None
     for file in filter(Path.exists, _index_places(shard)):
@@ -216,7 +220,7 @@ def _table_of(
 
 
 def _on_new_times(folder: Path, found: dict[str, list[Path]], record: Path) -> list[str]:
-    """Say which shards have another time than their index."""
+    """Return remarks on the shards that have another time than their index says."""
     remarks = []
     for origin, then in (
         ("hashed", f"their sha256 is that of {record.name}"),
@@ -235,7 +239,10 @@ def _write_index(file: Path, size_and_time: tuple[int, int], table: np.ndarray) 
 
 
 def _read_index(file: Path, size: int) -> tuple[tuple[int, int], np.ndarray]:
-    """Read the size and time of the shard that an index was made of, and offsets, sizes and labels, int64 [N, 3]."""
+    """Read an index: size and time of the shard when it was indexed, and offsets, sizes and labels, int64 [N, 3].
+
+    Raise ValueError for an index that is damaged; `size` is that of the shard now.
+    """
     try:
         with open(file, "rb") as opened:
             table = np.lib.format.read_array(opened, allow_pickle=False)
@@ -250,13 +257,13 @@ def _read_index(file: Path, size: int) -> tuple[tuple[int, int], np.ndarray]:
             raise ValueError(
                 f"samples outside of their shard, or labels outside of -1 to {MAX_CLASSES - 1}"
             )
-    except Exception as error:  # damaged headers make many kinds
+    except Exception as error:  # damaged headers raise exceptions of many classes
         problem = f"not an index that can be read ({reason_of(error)})"
         raise ValueError(f"{file}: {problem}; delete it to build it again") from None
     return made_of, table
 
 
-@lru_cache(maxsize=MAX_OPEN_SHARDS)  # there may be more shards than a process may open
+@lru_cache(maxsize=MAX_OPEN_SHARDS)  # a process may not open as many files as there are shards
 def _opened(shard: Path, size_and_time: tuple[int, int]) -> FileIO:
     """Open a shard for random reads; raise UnreadableImage if it has changed since its index was made."""
     file = open(shard, "rb", buffering=0)

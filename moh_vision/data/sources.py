@@ -1,4 +1,4 @@
-"""What all sources of images share, and the smallest: the digits of scikit-learn, which need no download."""
+"""Base classes of the sources of images, and the smallest source: scikit-learn's digits, which need no download."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage, decode_image
 
-MAX_CLASSES = 1_000_000  # without names the largest label says how many there are
+# A bound on labels. Where classes have no names, the largest label says how many classes there are.
+MAX_CLASSES = 1_000_000
 
 
 class Sample(NamedTuple):
     """A labelled image as its source holds it, not decoded yet.
 
     Attributes:
-        name: its number in the source; in a stream URL and key. See `Source.where`.
+        name: its index in the source; in a stream, its URL and key. See `Source.where`.
         content: the bytes of an image file, pixels as uint8 [h, w] or [h, w, 3], or stored latents.
-        label: class number, 0 without classes; class numbers [L] where several are right.
+        label: class number (0 if the source has no classes), or class numbers [L] if several are right.
     """
 
     name: int | str
@@ -29,20 +30,20 @@ class Sample(NamedTuple):
 
 
 class BadSample(NamedTuple):
-    """Stands in place of a `Sample` that cannot be read: its name, and a message that names it."""
+    """Takes the place of a `Sample` that cannot be read. `problem` is a message that names the sample."""
 
     name: int | str
     problem: str
 
 
 class Source:
-    """Images of one split: an `ImageSource`, whose samples have numbers, or a `ShardStream`."""
+    """Images of one split. Subclasses: `ImageSource`, with random access by index, and `ShardStream`."""
 
     name: str
-    classes: list[str]  # their names; [] of images without labels
-    channels = 3  # 1: grey images
+    classes: list[str]  # class names; [] if the images have no labels
+    channels = 3  # 3: RGB images; 1: grey ones
     img_size: int | None = None  # side of the images, if all are squares of one size
-    remarks: Sequence[str] = ()  # lines on what was left out or assumed, for the user
+    remarks: Sequence[str] = ()  # lines for the user on what was left out or assumed
 
     def __len__(self) -> int:
         """Return the number of images in an epoch."""
@@ -50,51 +51,58 @@ class Source:
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Images of each shard, see `order.epoch_order`."""
+        """Return the number of images in each shard, see `order.epoch_order`; by default all are one shard."""
         return (len(self),)
 
     def where(self, name: int | str) -> str:
-        """Say where a sample is, for errors."""
+        """Return where a sample is, such as its path, for error messages."""
         return str(name)
 
     def decode(self, sample: Sample) -> Image.Image:
-        """Return the image of a sample; raise UnreadableImage, naming it."""
+        """Decode the image of a sample; raise UnreadableImage, naming the sample."""
         if isinstance(sample.content, np.ndarray):
             return Image.fromarray(sample.content)
         try:
             return decode_image(sample.content)
-        except UnreadableImage as error:  # its name may have to be read, so only now
+        except UnreadableImage as error:
+            # `where` only now: it may read the name from the source.
             raise UnreadableImage(f"{self.where(sample.name)}: {error}") from None
 
     def listing(self) -> Iterator[bytes]:
-        """Yield bytes that tell which sample has which number, beside the labels in their order."""
+        """Yield bytes that, together with the labels, identify the sample at each index."""
         yield from ()
 
 
 class ImageSource(Source):
-    """Images of one split, numbered from 0; see `splits.open_source`. A subclass has labels, classes and `read`."""
+    """A source with random access by indices from 0; `splits.open_source` opens one.
 
-    # Class numbers, int64 [N]; without classes 0, which a DiT takes for "no class".
+    Subclasses set `labels` and `classes` and define `read`.
+    """
+
+    # Class numbers, int64 [N]. Without classes all are 0, which a DiT reads as "no class".
     labels: np.ndarray
-    numbered = False  # whether classes have no names but the numbers up to the largest label
+    numbered = False  # True: the classes have no names, only numbers up to the largest label
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, index: int) -> bytes | np.ndarray | Tensor:
-        """Return the content of a sample; raise UnreadableImage, naming it."""
+        """Return the content of a sample; raise UnreadableImage, naming the sample."""
         raise NotImplementedError
 
     def sample(self, index: int) -> Sample:
-        """Read a sample; raise UnreadableImage, naming it."""
+        """Read a sample; raise UnreadableImage, naming the sample."""
         return Sample(index, self.read(index), self.labels[index])
 
     def image(self, index: int) -> Image.Image:
-        """Read and decode a sample; raise UnreadableImage, naming it."""
+        """Read and decode a sample; raise UnreadableImage, naming the sample."""
         return self.decode(self.sample(index))
 
     def check_labels(self, named: object) -> None:
-        """Raise ValueError for the first sample whose label is not that of a class, which are `named` there; -1 is none."""
+        """Raise ValueError for the first sample whose label is not a class number; -1 stands for no label.
+
+        `named` is what the message calls the list of classes, such as its file.
+        """
         wrong = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
         if len(wrong):
             label = self.labels[wrong[0]]
@@ -104,12 +112,12 @@ class ImageSource(Source):
             )
 
     def identities(self) -> Iterator[bytes]:
-        """Yield bytes that tell the files from changed ones, beside the labels in their order."""
+        """Yield bytes that, together with the labels, are different if a file has changed."""
         yield from self.listing()
 
 
 def first_size(source: ImageSource) -> str:
-    """Return in words the size of a source's first image, behind a message; "" if it cannot be read."""
+    """Return the end of a message: the size of a source's first image, or "" if it cannot be read."""
     try:
         width, height = source.image(0).size
     except UnreadableImage:
@@ -118,7 +126,7 @@ def first_size(source: ImageSource) -> str:
 
 
 def read_file(path: str | Path, where: str) -> bytes:
-    """Read a file; raise UnreadableImage that names it, `where`."""
+    """Read a file; raise UnreadableImage, whose message begins with `where`."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -126,7 +134,7 @@ def read_file(path: str | Path, where: str) -> bytes:
 
 
 class Digits(ImageSource):
-    """The 1,797 digits of scikit-learn, 8 x 8 grey pixels; every fifth image of a class is in the test split."""
+    """The 1,797 digits of scikit-learn, 8 x 8 grey pixels; every fifth image of a class is in "val"."""
 
     channels = 1
     img_size = 8
@@ -138,7 +146,7 @@ class Digits(ImageSource):
 
         data = load_digits()
         keep = np.full(len(data.target), split == "train")
-        for c in range(10):
+        for c in range(10):  # every fifth image of a class goes from "train" to "val"
             keep[np.flatnonzero(data.target == c)[4::5]] ^= True
         self.pixels = np.rint(data.images[keep] * (255 / 16)).astype(np.uint8)  # [n, 8, 8]
         self.labels = data.target[keep].astype(np.int64)

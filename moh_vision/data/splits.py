@@ -1,4 +1,4 @@
-"""`data.root` to the splits behind it."""
+"""Open the splits of `data.root`, match their classes, and record which data a run was trained on."""
 
 import hashlib
 import json
@@ -18,11 +18,11 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
 
 RECORD = "data.json"
-LOOKED_AT = 64  # images of a split, evenly spread, that are asked for transparent pixels
+LOOKED_AT = 64  # images of a split, evenly spread, that are checked for transparent pixels
 
 
 def latents_path(folder: Path, split: str) -> Path:
-    """Return the record of stored latents, by which they are recognised; see `python -m moh_vision latents`."""
+    """Return the path of the record that every folder of stored latents has; see `python -m moh_vision latents`."""
     return folder / f"{split}.meta.json"
 
 
@@ -32,29 +32,30 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
 
 
 def has_split(root: str, split: str) -> bool:
-    """Return whether there is a folder `split` in a folder, or shards of it."""
+    """Return whether the folder `root` has a subfolder or shards of a split."""
     return split in split_folders(root) or any(Path(root).glob(f"{split}-*.tar"))
 
 
-def open_source(root: str, split: str) -> ImageSource:
-    """Open the images of "train" or "val".
+def open_source(root: str, split: str, key: str = "data.root") -> ImageSource:
+    """Open the images of a split.
 
-    `root`: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset
-    shards; without classes the images are in train/ and val/ themselves, or all in `root` for "train".
+    Args:
+        root: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or a folder of
+            webdataset shards. Images without classes are in train/ and val/ or, if there is only "train", in `root`.
+        split: "train" or "val".
+        key: the option that named `root`, for messages.
     """
     if root == "digits":
         return Digits(split)
     if root.startswith(PREFIX):
-        return HubDataset(root, split)
+        return HubDataset(root, split, key)
     if not Path(root).is_dir():
         raise FileNotFoundError(
-            f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, a folder with "
+            f"{key} {root}: no such folder (give a folder of {split}-*.tar shards, a folder with "
             f"{split}/CLASS/*.jpg, hfds/NAME, or digits; URLs of shards go into data.stream)"
         )
     if is_latent_cache(root, split):
-        raise ValueError(
-            f"data.root {root}: latents, which train_dit.py reads; images are needed here"
-        )
+        raise ValueError(f"{key} {root}: latents, which train_dit.py reads; images are needed here")
     folder = split_folders(root).get(split)
     if folder:
         return ImageFolder(folder, Path(root).name)
@@ -65,7 +66,7 @@ def open_source(root: str, split: str) -> ImageSource:
         if any(path.suffix.lower() in IMAGES for path in Path(root).glob("[!.]*")):
             return ImageFolder(root, Path(root).name)
     missing = f"neither {split}-*.tar shards nor a folder {split} in it that is a split"
-    problem = f"data.root {root}: {missing}"
+    problem = f"{key} {root}: {missing}"
     if classes:
         divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
         problem += f"; if its folders are classes, put them into train and val, or {divided}"
@@ -83,7 +84,7 @@ def open_splits(root: str, train: Source | None = None) -> tuple[Source, ImageSo
 
 
 def with_classes(root: str, source: Source) -> Source:
-    """Return the images of a classifier; raise ValueError if they have no classes."""
+    """Return `source`; raise ValueError if it has no classes, which a classifier needs."""
     if not source.classes:
         remarks = "".join(f" ({remark})" for remark in source.remarks)
         raise ValueError(
@@ -93,10 +94,16 @@ def with_classes(root: str, source: Source) -> Source:
 
 
 def match_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
-    """Number the classes of `val` as those of `owner` ("train", or a checkpoint), by their names.
+    """Renumber the classes of `val` in place so that they have the order of `expected`, the classes of `owner`.
 
-    Raise ValueError, naming a class, unless both have the same ones. Shards without classes.txt number their classes up
-    to the largest label, as other `numbered` sources do; there, val may lack the last ones.
+    Raise ValueError, naming a class, unless both have the same classes. The classes of a `numbered` source, such as
+    shards without classes.txt, end at its largest label; so if both are numbered, `val` may lack the last classes.
+
+    Args:
+        expected: names of classes.
+        owner: what has these classes, for messages: "train", or a checkpoint.
+        val: the source that is changed.
+        named: the beginning of messages.
     """
     numbers = [str(c) for c in range(len(expected))]
     both_numbered = val.numbered and expected == numbers
@@ -106,20 +113,25 @@ def match_classes(expected: list[str], owner: str, val: ImageSource, named: str)
         return
     refuse_other_classes(expected, owner, val.classes, named)
     number = {name: c for c, name in enumerate(expected)}
-    val.labels = np.array([number[name] for name in val.classes], np.int64)[val.labels]
+    renumbered = np.array([number[name] for name in val.classes], np.int64)  # by the old number
+    val.labels = renumbered[val.labels]
     val.classes = list(expected)
 
 
 def refuse_other_classes(expected: list[str], owner: str, classes: list[str], named: str) -> None:
-    """Raise ValueError, naming a class, unless `classes` of val are those of `owner`, in any order that names tell."""
+    """Raise ValueError, naming a class, unless `classes` (of val) are those `expected` (of `owner`).
+
+    Their order may differ if each name occurs once.
+    """
     if expected == classes:
         return
     odd = sorted(set(expected) ^ set(classes))
+    all_once = len(set(expected)) == len(expected) == len(classes)
+    if not odd and all_once:
+        return
     if odd:
         only_in = owner if odd[0] in expected else "val"
         problem = f"class {odd[0]!r} is only in {only_in}"
-    elif len(set(expected)) == len(expected) == len(classes):
-        return
     else:
         twice = next(name for name in classes if max(expected.count(name), classes.count(name)) > 1)
         problem = f"two classes are called {twice!r}"
@@ -131,11 +143,11 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
 def in_short(
     root: str, train: Source, steps: int, batch_size: int, val: ImageSource | None = None
 ) -> str:
-    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out.
+    """Describe in one line the images of a run and its number of epochs; the sources' remarks follow as further lines.
 
     Args:
         root: as data.root.
-        train, val: the splits; without validation None.
+        train, val: the splits; val None: no validation.
         steps, batch_size: of the run.
     """
     images = f"{len(train)} training images {of_classes(train)}"
@@ -151,12 +163,12 @@ def in_short(
 
 
 def say_transparent(named: str, sources: dict[str, Source], say: Callable) -> None:
-    """Say for each split, by its name, how many of its images have transparent pixels, which training does not see."""
+    """Say for each split (name -> source) how many of `LOOKED_AT` images have transparent pixels."""
     for split, source in sources.items():
         if not isinstance(source, (ImageFolder, Shards, HubDataset)):
             continue
         looked_at = np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int)
-        found = [number for number in looked_at.tolist() if _is_transparent(source, number)]
+        found = [index for index in looked_at.tolist() if _is_transparent(source, index)]
         if found:
             say(
                 f"{named}, {split}: {len(found)} of {len(looked_at)} images that were looked at have transparent pixels "
@@ -165,15 +177,15 @@ def say_transparent(named: str, sources: dict[str, Source], say: Callable) -> No
             )
 
 
-def _is_transparent(source: ImageSource, number: int) -> bool:
+def _is_transparent(source: ImageSource, index: int) -> bool:
     try:
-        return is_transparent(source.read(number))
-    except Exception:  # decoders raise many kinds; what is unreadable is told where it is read
+        return is_transparent(source.read(index))
+    except Exception:  # decoders raise any class; unreadable images are reported by the run itself
         return False
 
 
 def of_classes(source: Source) -> str:
-    """Return how many classes images have, in words."""
+    """Return the number of a source's classes in words, such as "of 2 classes"."""
     count = len(source.classes)
     if count == 0:
         return "without classes"
@@ -183,16 +195,17 @@ def of_classes(source: Source) -> str:
 
 
 class DataRecord:
-    """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
+    """The outlines of a run's splits, kept in RUN/data.json: classes, their numbers of samples, sha256 of the listing.
 
-    A sample's number and label follow from the listing, so a resumed run and all processes must find the same. With
-    data.root `allowed` to change, other files are accepted; other classes never are.
+    The listing decides which sample has which index and label, so a resumed run and all processes must find the same
+    listing. If `allowed` holds "data.root", other files are accepted; other classes never are.
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
         self.root = root
         self.allowed = allowed
         self.splits = {name: outline(source, source.listing()) for name, source in splits.items()}
+        # A collective: every rank compares all others with rank 0, so all raise the same error.
         first, *seen_by_ranks = gather_object([self.splits])
         for rank, seen in enumerate(seen_by_ranks, 1):
             for split in seen:
@@ -203,21 +216,21 @@ class DataRecord:
                 raise ValueError(f"data.root {root}, {split}: {differs}")
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
-        """Compare with the record in a run's folder, and `say` each change that is allowed."""
+        """Compare with the record in a run's folder: `say` each allowed change, raise ValueError for another."""
         file = run / RECORD
-        if not file.exists():  # killed while it began
+        if not file.exists():  # the run was killed before it wrote its record
             return
         try:
-            began = json.loads(file.read_text("utf-8"))
+            recorded = json.loads(file.read_text("utf-8"))
             changed = {
-                split: _changes(began[split], now)
+                split: _changes(recorded[split], now)
                 for split, now in self.splits.items()
-                if began[split] != now
+                if recorded[split] != now
             }
             same_classes = all(
-                began[split]["classes"] == self.splits[split]["classes"] for split in changed
+                recorded[split]["classes"] == self.splits[split]["classes"] for split in changed
             )
-        except Exception as error:  # what is not there, or of another kind, fails anywhere
+        except Exception as error:  # a damaged record may lack a key or hold another type
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
@@ -254,7 +267,7 @@ def outline(source: Source, listing: Iterable[bytes]) -> dict:
 
 
 def _changes(old: dict, new: dict) -> str:
-    """Name classes, with their samples, that only one of two outlines has."""
+    """Describe how two outlines of a split differ: name the classes, with their numbers of samples, of only one."""
     before = _counted_classes(old)
     now = _counted_classes(new)
     if before == now:

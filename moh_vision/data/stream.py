@@ -31,9 +31,9 @@ from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 
-PATIENCE = 300  # seconds that a shard that cannot be read is tried again
+PATIENCE = 300  # seconds for which reading a shard is retried
 SILENCE = 60  # seconds without a byte after which a server counts as gone
-BUFFER = 1000  # samples that a worker shuffles, as they are in the shard
+BUFFER = 1000  # samples, not yet decoded, in the shuffle buffer of a worker
 PROMISE = (
     "data.exact_order false: images come as webdataset's stream shuffles them; their order depends on processes and "
     "workers, an epoch is a number of images and not every image once, and a resumed run draws a new order"
@@ -41,16 +41,16 @@ PROMISE = (
 
 
 def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | None":
-    """Open the training images of a `DataConfig`, and read the first sample; None if the order is exact.
+    """Open the training images of a `DataConfig` as a stream, and read its first sample; None with exact_order.
 
-    `given` are the options on the command line: a command in data.stream is only taken from there, because a
-    configuration of a stranger must not run programs.
+    `given` holds the options of the command line. A command in data.stream is accepted only there, because a stranger's
+    configuration file must not run programs.
     """
     if data.exact_order:
         return None
     root = Path(data.root)
-    names = root / "classes.txt"
-    if not names.is_file():
+    names_file = root / "classes.txt"
+    if not names_file.is_file():
         raise FileNotFoundError(
             f"data.root {data.root}: no file classes.txt in it, one class name a line, which data.exact_order false "
             "needs (empty: without classes); URLs of shards go into data.stream"
@@ -58,7 +58,7 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
     urls = _shard_urls(data, given)
     record = record_path(root, "train")
     entries = {}
-    # Who counts the images of a stream himself has shards that are not those of data.root.
+    # With both keys given, the shards of data.stream are not those that data.root's record describes.
     if record.exists() and not (data.stream and data.samples):
         written = read_record(record)["shards"]
         for url in urls:
@@ -70,8 +70,8 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
             f"data.samples is needed: how many images an epoch has; no record {record} has all these shards"
         )
     samples = data.samples or sum(entries[url]["samples"] for url in urls)
-    source = ShardStream(urls, class_names(names), samples, root.name, record, entries)
-    source.check()  # a wrong URL or shard is told before the run is made
+    source = ShardStream(urls, class_names(names_file), samples, root.name, record, entries)
+    source.check()  # report a wrong URL or shard before the run's folder is made
     parts = accelerator.num_processes * max(1, data.workers)
     if accelerator.is_main_process:
         say(PROMISE)
@@ -81,7 +81,10 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
 
 
 def _shard_urls(data, given: Collection[str]) -> list[str]:
-    """Return the URLs of data.stream, or the shards in data.root; refuse what is not read, or must not be run."""
+    """Return the URLs of data.stream, or the shards in data.root.
+
+    Raise ValueError for an unknown scheme, and for a command that a configuration file names.
+    """
     if data.stream:
         try:
             urls = webdataset.shardlists.expand_urls(data.stream)
@@ -97,10 +100,10 @@ def _shard_urls(data, given: Collection[str]) -> list[str]:
             f"data.root {data.root}: no train-*.tar shards in it, and data.stream names none"
         )
     schemes = {urlparse(url).scheme for url in urls}
-    unread = sorted(schemes - {"", "file", *gopen_schemes})
-    if unread:
+    unknown = sorted(schemes - {"", "file", *gopen_schemes})
+    if unknown:
         raise ValueError(
-            f"data.stream {data.stream}: {unread[0]}: is not read; pipe:COMMAND reads what a command writes"
+            f"data.stream {data.stream}: {unknown[0]}: is not read; pipe:COMMAND reads what a command writes"
         )
     if "data.stream" not in given and "pipe" in schemes:
         raise ValueError(
@@ -111,14 +114,14 @@ def _shard_urls(data, given: Collection[str]) -> list[str]:
 
 @dataclass(eq=False)
 class ShardStream(Source):
-    """Images of webdataset shards as they arrive; samples have no numbers but names, URL and key.
+    """Images of webdataset shards as they arrive. A sample has no index; its name is its shard's URL and its key.
 
     Attributes:
         urls: uncompressed tar files: paths, http(s)://, pipe:COMMAND, and what webdataset opens.
-        classes: their names; a sample's label is in its .cls file.
-        epoch_size: images of an epoch.
-        name: of the data set.
-        record, entries: a record of written shards, and its entries by URL, with which these URLs must agree.
+        classes: class names; a sample's label is in its .cls file.
+        epoch_size: number of images in an epoch.
+        name: name of the data set.
+        record, entries: path of the record of written shards, and its entries by URL; a shard must match its entry.
     """
 
     urls: list[str]
@@ -148,15 +151,15 @@ class ShardStream(Source):
     def samples(self, seed: int, start: int, parts: int) -> Iterator[Sample | BadSample]:
         """Return the samples of this process and worker, shuffled and without end.
 
-        `start` is the step that a run goes on from; `parts` are processes x workers.
+        `start` is the step from which the run resumes; `parts` is the number of processes x workers.
         """
-        first = derive_seed(seed, start, Stream.SHARDS)
-        copies = -(-parts // len(self.urls))  # a part without a shard would block all processes
-        shuffled = webdataset.shuffle(BUFFER, seed=first)
-        return shuffled(self._passes(self.urls * copies, first))
+        stream_seed = derive_seed(seed, start, Stream.SHARDS)
+        copies = -(-parts // len(self.urls))  # rounded up: a worker without a shard would block all
+        shuffled = webdataset.shuffle(BUFFER, seed=stream_seed)
+        return shuffled(self._passes(self.urls * copies, stream_seed))
 
     def _passes(self, shards: list[str], seed: int) -> Iterator[Sample | BadSample]:
-        """Yield the samples of one pass over this process's and worker's shards after the other."""
+        """Yield the samples of this process and worker in endless passes, each of which shuffles the shards anew."""
         for number in itertools.count():
             order = webdataset.SimpleShardList(shards, seed=derive_seed(seed, number))
             shards_of_part = webdataset.DataPipeline(
@@ -202,7 +205,7 @@ class ShardStream(Source):
             raise UnreadableImage(str(error)) from None
 
     def _sample_of(self, grouped: dict) -> Sample | BadSample:
-        """Take image and label out of what webdataset groups: the bytes of a sample's files by their endings."""
+        """Return the sample of a group from webdataset, which maps the ending of each file to its bytes."""
         name = f"{grouped['__url__']}, {grouped['__key__']}"
         text = "0"
         if self.classes:
@@ -221,15 +224,15 @@ class ShardStream(Source):
 
 
 class StreamedFile:
-    """A URL that is read once through. After a failure it is opened again and read on from the same byte.
+    """A URL that is read once, from start to end. After a failure it is reopened and read on from the same byte.
 
-    After `patience` seconds without a byte a failure is final: UnreadableImage, naming the URL.
+    Reading raises UnreadableImage, naming the URL, if it has failed for `patience` seconds.
     """
 
     def __init__(self, url: str, patience: float):
         self.url = url
         self.patience = patience
-        self.offset = 0  # bytes that were read
+        self.offset = 0  # number of bytes read so far
         self._file = None
 
     def read(self, size: int) -> bytes:
@@ -246,8 +249,8 @@ class StreamedFile:
                 self.offset += len(data)
                 return data
             except (OSError, HTTPException) as error:
-                why, absent = self._failure(error)
-            if absent or not self.patience:
+                why, permanent = self._failure(error)
+            if permanent or not self.patience:
                 raise UnreadableImage(f"{self.url}: {why}")
             if failed_at is None:
                 failed_at = time.monotonic()
@@ -261,17 +264,17 @@ class StreamedFile:
     def close(self) -> None:
         file = self._file
         self._file = None
-        with contextlib.suppress(OSError):  # of a command that this ends
+        with contextlib.suppress(OSError):  # closing a `Pipe` raises its command's exit code
             if file:
                 file.close()
 
     def _open(self) -> None:
-        # Not by webdataset's curl, which waits for a silent server forever, and starts at byte 0.
-        position = 0  # of the next byte that the opened file gives
+        # Not with webdataset's curl, which waits for a silent server forever and starts at byte 0.
+        position = 0  # offset of the next byte that the opened file returns
         if re.match("https?:", self.url):
             headers = {"Range": f"bytes={self.offset}-"} if self.offset else {}
             self._file = urlopen(Request(self.url, headers=headers), timeout=SILENCE)
-            if self._file.status == 206:  # the server keeps to the range
+            if self._file.status == 206:  # partial content: the server supports the Range header
                 position = self.offset
         else:
             self._file = gopen(self.url)
@@ -282,22 +285,23 @@ class StreamedFile:
             position += len(data)
 
     def _refuse_early_end(self) -> None:
-        """Raise OSError if the end of the file is the end of the connection, or of a command that failed."""
+        """Raise OSError if the file ended because its connection broke or its command failed."""
         if isinstance(self._file, Pipe) and self._file.proc.wait():
             raise OSError(f"exit code {self._file.proc.returncode}")
-        missing = getattr(self._file, "length", None)
+        missing = getattr(self._file, "length", None)  # of an HTTP response: bytes still to come
         if missing:
             raise OSError(f"the connection ended {missing} bytes early")
 
     def _failure(self, error: Exception) -> tuple[str, bool]:
-        """Close the file; return why it failed, and whether trying again is of no use."""
-        if isinstance(self._file, Pipe):  # its own words are those of Python
+        """Close the file; return why it failed, and whether it will fail again at every attempt."""
+        if isinstance(self._file, Pipe):  # say the exit code: the message of `Pipe` is Python's
             error = OSError(f"exit code {self._file.proc.wait()}")
         self.close()
         if isinstance(error, URLError) and isinstance(error.reason, OSError):
             error = error.reason
         if isinstance(error, HTTPError):
-            absent = 400 <= error.code < 500 and error.code not in (408, 429)
+            permanent = 400 <= error.code < 500 and error.code not in (408, 429)
         else:
-            absent = isinstance(error, FileNotFoundError | PermissionError)
-        return message_of(error).removeprefix(f"{self.url}: "), absent
+            permanent = isinstance(error, FileNotFoundError | PermissionError)
+        # `read` names the URL; a message of `open` already begins with it.
+        return message_of(error).removeprefix(f"{self.url}: "), permanent

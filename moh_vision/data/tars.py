@@ -1,4 +1,4 @@
-"""Tar files of shards, read to their last byte: what is cut off, damaged, or has something behind its end is refused."""
+"""Read the tar files of shards to their last byte; refuse files that are damaged, cut off, or continue past their end."""
 
 import math
 import re
@@ -12,40 +12,40 @@ from webdataset.tariterators import base_plus_ext
 from moh_vision.common.errors import BadData, reason_of
 from moh_vision.data.folder import IMAGES
 
-# Two blocks, filled up to a record of 20 (tar's -b).
+# tar ends a file with two blocks of zeros, and then fills up a record of 20 blocks (its option -b).
 MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE
-META = re.compile("__[^/]*__($|/)")  # members that webdataset passes over, by their names
+META = re.compile("__[^/]*__($|/)")  # names of members that webdataset skips
 IMAGE_EXTENSIONS = tuple(ending.removeprefix(".") for ending in IMAGES)
 
 
 def sample_of(name: str) -> tuple[str, str] | None:
-    """Return key and extension, in lower case, of a member of a shard; None if it is of no sample.
+    """Return the key and the lower-case extension of a member of a shard; None if it belongs to no sample.
 
     As in webdataset, the key ends at the first dot of the base name. README, .DS_Store and ._0001.jpg have no key.
     """
     key, extension = base_plus_ext(name)
-    # webdataset takes the key of FOLDER/.DS_Store for FOLDER/.
+    # For FOLDER/.DS_Store, webdataset returns the key "FOLDER/".
     if META.match(name) or key is None or key.endswith("/"):
         return None
     return key, extension.lower()
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose damage is an error: tarfile takes a damaged one for the end of the file."""
+    """A tar header that raises an error if it is damaged; tarfile alone takes a damaged header for the end."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:  # a block of zeros
+        except tarfile.EOFHeaderError:  # a block of zeros: the regular end
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(str(error)) from None
 
 
 def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFile:
-    """Open a shard: the path `name`, or a stream that errors call so."""
-    # Neither mode reads compressed files: the offsets would not be those of the file.
+    """Open a shard: the file at the path `name` or, if given, a `stream`, which messages call `name`."""
+    # Both modes refuse compressed files, where offsets of members would not be offsets in the file.
     mode = "r|" if stream else "r:"
     try:
         return tarfile.open(name, mode, stream, tarinfo=_Header)
@@ -56,25 +56,30 @@ def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFil
 def members(
     tar: tarfile.TarFile, name: Path | str, size: float = math.inf
 ) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a shard from `open_tar`; `size` is that of the file, if known.
+    """Yield the members of a shard that are regular files.
 
-    Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or if there is more behind its end than
+    Raise ValueError, naming the shard and the byte, if the shard is damaged or cut off, or if more follows its end than
     the zeros that tar writes.
+
+    Args:
+        tar: from `open_tar`.
+        name: path or URL of the shard.
+        size: of the shard in bytes, if known.
     """
     count = 0
     while True:
         try:
             member = tar.next()
-        except BadData:  # of the stream
+        except BadData:  # the stream has said what is wrong
             raise
-        except Exception as error:  # damaged headers make many kinds
+        except Exception as error:  # damaged headers raise exceptions of many classes
             raise ValueError(
                 f"{name}: cut off or damaged behind member {count}, at byte {tar.offset} ({reason_of(error)})"
             ) from None
         if member is None:
             break
         count += 1
-        tar.members.clear()  # or tarfile would keep the headers of the whole shard
+        tar.members.clear()  # else tarfile keeps all headers of the shard in memory
         if member.size < 0 or member.issparse():
             raise ValueError(
                 f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files"
@@ -90,8 +95,8 @@ def members(
 
 
 def _refuse_more_than_zeros(tar: tarfile.TarFile, name: Path | str, count: int) -> None:
-    """Read a shard on behind its `count` members; raise ValueError for anything but the zeros that tar writes."""
-    end = tar.offset  # of the members: here begins the first block of zeros, which was read
+    """Read what follows a shard's `count` members; raise ValueError for anything but the zeros that tar writes."""
+    end = tar.offset  # where the first block of zeros begins; tarfile has read this block
     position = tar.offset + tarfile.BLOCKSIZE
     while data := tar.fileobj.read(2**20):
         zeros = len(data) - len(data.lstrip(b"\0"))

@@ -6,15 +6,18 @@ import signal
 
 
 def leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C and schedulers signal every process; the loader's go on until the training has finished its step."""
+    """Ignore SIGINT and SIGTERM in a worker process of a loader.
+
+    Ctrl-C and schedulers signal every process of a job, but the training needs its workers until its step is finished.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_workers() -> None:
-    """Kill the processes of loaders, at exit, when a loop that failed still holds its loader.
+    """Kill the workers that are alive at exit, because a loop that failed still holds its loader.
 
-    multiprocessing would ask them with SIGTERM, which they ignore, and then wait for ever. They only read: nothing is
+    multiprocessing would send SIGTERM, which workers ignore, and then wait forever. Workers only read, so nothing is
     lost.
     """
     workers = [process for process in multiprocessing.active_children() if process.daemon]
@@ -25,5 +28,5 @@ def end_workers() -> None:
         worker.kill()
 
 
-# It runs before multiprocessing's own, which was registered when that was imported.
+# atexit calls functions in reverse order: this one before multiprocessing's, which its import registered.
 atexit.register(end_workers)

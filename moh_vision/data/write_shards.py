@@ -55,7 +55,7 @@ STORED = {
     "PPM": "ppm",
     "TIFF": "tif",
 }
-# fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
+# fork where it is safe: with spawn, every worker imports torch first, which takes seconds.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
 
 
@@ -98,9 +98,9 @@ def work(options: Namespace) -> None:
     out = Path(options.out)
     for images in splits.values():
         _refuse_names(images)
-    if options.size is not None:  # else alpha stays in the files
+    if options.size is not None:  # images are encoded again, which drops alpha
         say_transparent(f"--in {options.source}", splits, say)
-    sources = list(splits.values())  # one, or of "train" and "val"
+    sources = list(splits.values())  # of "train" and "val", or of one of them
     match_classes(sources[0].classes, "train", sources[-1], f"--in {options.source}")
     classes = "".join(f"{label}\n" for label in sources[-1].classes)
     names = out / "classes.txt"
@@ -115,7 +115,7 @@ def work(options: Namespace) -> None:
         bad = BadSamples(
             sum(map(len, splits.values())), options.max_bad_fraction, "--max-bad-fraction"
         )
-        # All are checked before anything is written.
+        # Making the writers checks all splits, before anything is written.
         writers = [ImageShards(options, name, images, bad) for name, images in splits.items()]
         write_whole(names, classes)
         for writer in writers:
@@ -176,14 +176,15 @@ def _read_folders(options: Namespace) -> dict[str, ImageFolder]:
             say(remark)
     if val_fraction is not None:
         images = splits["train"]
-        # By a hash of their names: more files leave the others where they are.
+        # Divide by a hash of each path, so that new files do not move others to another split.
         hashes = [
             hashlib.sha256(os.fsencode(images.path(i))).digest()[:8] for i in range(len(images))
         ]
-        in_val = np.array([int.from_bytes(start, "big") < val_fraction * 2**64 for start in hashes])
+        in_val = np.array([int.from_bytes(bits, "big") < val_fraction * 2**64 for bits in hashes])
         splits = {"train": images.subset(~in_val), "val": images.subset(in_val)}
     for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
+        # --val-fraction may have given all files of a class to the other split.
         for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
             missing = "no file"
             if images.classes:
@@ -221,7 +222,7 @@ class ImageShards(ShardWriter):
         super().__init__(record_path(Path(options.out), split), plan, images, compared)
 
     def check(self, bad: list[list]) -> None:
-        """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
+        """Count bad images, as [file, reason]; raise UnreadableImage if all splits together have too many."""
         problems = []
         for path, reason in bad:
             file = f"{self.images.folder}/{path}"
@@ -253,7 +254,10 @@ class ImageShards(ShardWriter):
         self.report(f"{len(source)} images {of_classes(source)}", origin)
 
     def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
-        """Yield the entry of each shard; what is unfinished when it ends is ended and removed."""
+        """Write shards in worker processes and yield their entries.
+
+        If the iterator ends early, kill the workers and remove unfinished shards.
+        """
         with ProcessPoolExecutor(
             count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())
         ) as pool:
@@ -261,7 +265,7 @@ class ImageShards(ShardWriter):
                 yield from pool.map(_write_shard, names)
             except BaseException as error:  # also GeneratorExit, when there are too many bad images
                 for process in multiprocessing.active_children():
-                    process.kill()  # a shard takes a while, and is written again
+                    process.kill()  # rather than wait for a shard, which is written again
                 pool.shutdown(cancel_futures=True)
                 for name in names:
                     hidden_path(self.out / name).unlink(missing_ok=True)
@@ -274,8 +278,8 @@ class ImageShards(ShardWriter):
 
 
 def _start_worker(writer: ImageShards, parent: int) -> None:
-    """Leave interrupts to the parent, and end with it."""
-    global _writer  # a forked worker has it without a copy
+    """Initialise a worker: keep the writer, leave interrupts to the parent, and exit when the parent is gone."""
+    global _writer  # handed over once; with fork it is not even copied
     _writer = writer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
@@ -286,9 +290,9 @@ def _write_shard(name: str) -> dict:
     writer = _writer
     images = writer.images
     bad = []
-    index_file(writer.out / name).unlink(missing_ok=True)  # it would no longer fit
+    index_file(writer.out / name).unlink(missing_ok=True)  # it would not fit the new shard
     with whole_file(writer.out / name) as file:
-        # Headers without time and owner, or every run would have other sums.
+        # No time and owner in headers, so that every run writes the same bytes.
         plain = dict(user="", group="", mtime=0, encoder=False, compress=False)
         with webdataset.TarWriter(file, **plain) as tar:
             for number in writer.plan[name]:
@@ -314,7 +318,8 @@ def _write_shard(name: str) -> dict:
 def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, bytes]:
     """Check the bytes of an image file; return (extension, bytes to store), or raise UnreadableImage.
 
-    With `size` they are a JPEG of this `quality`, whose shorter side has at most `size` pixels; without, `data` itself.
+    With `size`, the bytes to store are a JPEG of this `quality`, whose shorter side has at most `size` pixels; without
+    it, they are `data`.
     """
 
     def stored(image: Image.Image) -> tuple[str, bytes]:
@@ -331,7 +336,7 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         if short > size:
             sides = [round(side * size / short) for side in image.size]
             image = image.resize(sides, Image.Resampling.BICUBIC)
-        image.info = {}  # or the comment of the source would be stored again
+        image.info = {}  # else Pillow copies the comment of the source
         out = io.BytesIO()
         image.save(out, "JPEG", quality=quality, subsampling="4:4:4")
         return "jpg", out.getvalue()

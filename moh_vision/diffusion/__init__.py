@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from moh_vision.diffusion.objectives import FlowMatchingLoss, HybridLoss
-from moh_vision.diffusion.sampling import SAMPLERS, Guidance, make_scheduler, sample_images
+from moh_vision.diffusion.sampling import Guidance, sample_images
+from moh_vision.diffusion.schedulers import SAMPLERS, make_scheduler
 
 if TYPE_CHECKING:
     from moh_vision.diffusion.pipeline import MoHDiTPipeline
@@ -20,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MoHDiTPipeline":  # importing diffusers takes seconds
+    if name == "MoHDiTPipeline":  # imported on first use: importing diffusers takes seconds
         from moh_vision.diffusion.pipeline import MoHDiTPipeline
 
         return MoHDiTPipeline

@@ -1,4 +1,4 @@
-"""Samples of a diffusion step: images, stored latents, or images that a VAE encodes in the step."""
+"""Data sets with the timestep and noise of each sample: images, stored latents, or images for a VAE."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,22 +13,22 @@ from moh_vision.diffusion.latents.vae import sample_posterior
 
 
 def cropped(augment: str, img_size: int, channels: int) -> Callable:
-    """Return a transform: PIL image -> center crop (ADM) [channels, img_size, img_size] in -1 .. 1."""
+    """Return a transform from a PIL image to its center crop (ADM), [channels, img_size, img_size] in -1 .. 1."""
     half = [0.5] * channels
     return image_transform(augment, img_size, channels, half, half, fit="crop")
 
 
 class NoisedImages(LabelledImages):
-    """`LabelledImages` with random timesteps and noise; dropped labels become `num_classes`.
+    """`LabelledImages` with a random timestep and noise for each image.
 
     Args:
-        source: of images.
-        transform: PIL image -> tensor.
-        seed: of augmentation, timesteps and noise, with a sample's position.
-        draw: numpy generator -> timestep; picklable, for the processes of a loader.
-        label_drop: share of labels that are dropped.
+        source: where images come from.
+        transform: function from a PIL image to a tensor.
+        seed: with a sample's position, determines its augmentation, timestep and noise.
+        draw: function from a numpy generator to a timestep; picklable, for the loader's worker processes.
+        label_drop: share of labels that are replaced by "no class", the number of classes.
         noise_shape: [C, h, w].
-        flip: take latents of the mirror image every other time.
+        flip: subclasses take the mirror image, or its latents, with probability 1/2.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class NoisedImages(LabelledImages):
         item = super().item(position, samples)
         if "images" not in item:
             return item
-        # A stream of its own: other draws in the augmentation leave these as they are.
+        # A separate stream of random numbers: these draws do not change when the augmentation makes others.
         rng = np.random.Generator(
             np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION))
         )
@@ -63,13 +63,13 @@ class NoisedImages(LabelledImages):
 
 
 def posterior_draw(seed: int, position: int, shape: tuple[int, int, int]) -> tuple[bool, Tensor]:
-    """Return (whether to mirror the image, noise [C, h, w] of the posterior) of a position."""
+    """Return whether to mirror the image at a position, and the noise [C, h, w] for its VAE posterior."""
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.POSTERIOR)))
     return bool(rng.random() < 0.5), torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
 
 class NoisedLatents(NoisedImages):
-    """`NoisedImages` of a `LatentCache`, whose images are scaled draws from stored posteriors, float32."""
+    """`NoisedImages` of a `LatentCache`: "images" are scaled draws from the stored posteriors, [C, h, w] float32."""
 
     def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
         item = super().item(position, samples)
@@ -81,7 +81,7 @@ class NoisedLatents(NoisedImages):
 
 
 class ImagesToEncode(NoisedImages):
-    """`NoisedImages` for a VAE, with posterior_noise [C, h, w]."""
+    """`NoisedImages` that a VAE encodes later, with "posterior_noise" [C, h, w] to draw the latents with."""
 
     def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
         item = super().item(position, samples)

@@ -8,7 +8,7 @@ from typing import Literal
 from moh_vision.common.errors import nearest
 from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
-from moh_vision.diffusion.sampling import sampler_for
+from moh_vision.diffusion.schedulers import sampler_for
 from moh_vision.engine.config import (
     MAX_SEED,
     HeadBudgets,
@@ -20,10 +20,10 @@ from moh_vision.engine.config import (
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
-Classes = list[str] | None  # texts, so that a class called 007 is not number 7
-DRAWS = "num_images!=0"
-# What --protocol stands for; other values of these keys are refused. "adm": how DiT and MoH-DiT draw the images that
-# ADM's evaluator scores (defaults of their sample_ddp.py; each figure names its guidance scale).
+Classes = list[str] | None  # as text, so that a class with the name 007 is not taken for number 7
+DRAWS = "num_images!=0"  # the condition of keys that only have an effect if images are drawn
+# The keys that --protocol sets; other values of these keys are refused. "adm" is how DiT and MoH-DiT draw the images
+# that ADM's evaluator scores: the defaults of their sample_ddp.py. Published scores name their guidance scale.
 PROTOCOLS = dict(
     adm=dict(
         num_images=50_000, labels="random", weights="ema", sampler="ddpm", steps=250, guide_channels=3, guide_scale=1.0,
@@ -35,7 +35,16 @@ PROTOCOLS = dict(
 def class_numbers(
     key: str, asked: Sequence[str], names: Mapping[int, str], count: int
 ) -> list[int]:
-    """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
+    """Return the number of each class in `asked`: its name, a word of an ImageNet name, or a number as text.
+
+    A name is preferred to a number.
+
+    Args:
+        key: the key or option that classes were given with, for messages.
+        asked: the classes to find.
+        names: names of all classes, by number.
+        count: number of classes.
+    """
     if asked and not names:
         raise ValueError(f"{key} {asked[0]}: the model was trained without classes")
     by_name = numbers_by_name(names)
@@ -59,7 +68,10 @@ def class_numbers(
 
 
 def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> list[int]:
-    """Return the numbers of the classes asked for, each once; None: all of `names`, or "no class" where there are none."""
+    """Return the numbers of the classes in `asked`, and refuse a class that is named twice.
+
+    Without `asked`, return the numbers of all `names`, or [0], "no class", if the model has no classes.
+    """
     if asked is None:
         return list(range(len(names))) or [0]
     numbers = class_numbers(key, asked, dict(enumerate(names)), len(names))
@@ -132,8 +144,8 @@ class PreviewConfig(DrawConfig, section="preview"):
 class ScoreConfig(DrawConfig, section="score"):
     """Fidelity scores while training, into metrics.jsonl; see docs/guides/sampling.md."""
 
-    classes = None  # all
-    reads = dict(key="score.reference", default_split="train")  # of `make_scorer`
+    classes = None  # not a key here: all classes are drawn
+    reads = dict(key="score.reference", default_split="train")  # arguments of `make_scorer`
 
     images: int = key(5000)
     cfg_scale: float = key(1.0)
@@ -149,7 +161,13 @@ class ScoreConfig(DrawConfig, section="score"):
     """Score also with no more images than features, labelled FID@N."""
 
     def sampled(self, checkpoint: str, root: str, objective: str) -> "SampleConfig":
-        """Return the keys of sample.py for these scores; `root` is the default reference."""
+        """Return the keys of sample.py for these scores.
+
+        Args:
+            checkpoint: the run.
+            root: data.root, the reference if none is given.
+            objective: the run's objective.
+        """
         same = (
             "steps",
             "cfg_scale",
@@ -335,13 +353,14 @@ class SampleConfig(Guided):
                 shown = "all" if value is None else value
                 meant = f"protocol {self.protocol} stands for {shown}"
                 raise ValueError(f"{name} {getattr(self, name)}: {meant}")
-            setattr(self, name, value)  # where it was left out
+            setattr(self, name, value)
         if self.num_images is None:
             self.num_images = 100
         if not self.num_images and not self.save_pipeline:
             raise ValueError("num_images 0 is out of range: at least 1")
         out = Path(self.out or "")
-        is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
+        # An ending begins with a letter: "cfg1.25" is the name of a folder.
+        is_folder = out.is_dir() or not out.suffix[1:2].isalpha()
         if not is_folder and out.suffix != ".npz":
             allowed = 'a path that ends in ".npz", or a folder without an ending such as ".zip"'
             raise ValueError(f"out {self.out!r} is out of range: {allowed}")

@@ -1,9 +1,9 @@
-"""The stochastic sampler of SiT (Ma 2024), missing in diffusers. Saved pipelines name this path."""
+"""The stochastic sampler of SiT (Ma 2024), which diffusers lacks. Saved pipelines name this module: it never moves."""
 
 import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
-    SchedulerMixin,  # noqa: F401  where diffusers looks for it to load this class in a pipeline
+    SchedulerMixin,  # noqa: F401  diffusers needs the name in this module to load the class in a pipeline
 )
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
     FlowMatchEulerDiscreteSchedulerOutput,
@@ -15,9 +15,10 @@ from torch import Tensor
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW from t = 1 (noise) to 0, w = 2 t (Ma 2024).
 
-    The score is s = -((1 - t) v + x) / t; (1 - t) v + x is the expected noise. Any w has the ODE's
-    marginals; w = 2 t is "sigma" of the released SiT. The last step adds no noise: it ends at the
-    expected image. `stochastic_sampling` of diffusers' Euler scheduler has other marginals.
+    The score is s = -((1 - t) v + x) / t, where (1 - t) v + x is the expected noise. With any w, the
+    stochastic equation has the marginals of the ODE; w = 2 t is "sigma" in SiT's released code. The last
+    step adds no noise and ends at the expected image. We do not use `stochastic_sampling` of diffusers'
+    Euler scheduler, which has other marginals.
     """
 
     def step(
@@ -28,13 +29,13 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         generator: torch.Generator | list[torch.Generator] | None = None,
         return_dict: bool = True,
     ) -> FlowMatchEulerDiscreteSchedulerOutput | tuple[Tensor]:
-        """Make a step, as diffusers' schedulers do.
+        """Return x after one step, with the interface of diffusers' schedulers.
 
         Args:
             model_output: velocity [B, C, h, w] at `sample`.
-            timestep: where the first step begins; later ones follow from the scheduler's own count.
+            timestep: where the first step begins; later calls ignore it, because the scheduler counts steps.
             sample: x [B, C, h, w].
-            generator: of z, the noise of the step; a list has one for each image.
+            generator: draws z, the noise of the step; a list has one generator for each image.
             return_dict: return diffusers' output class; False: a tuple.
         """
         if self.step_index is None:
@@ -42,14 +43,14 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         x = sample.float()
         v = model_output.float()
         t = self.sigmas[self.step_index].item()
-        after = self.sigmas[self.step_index + 1].item()  # the time to which the step goes
-        if after == 0:
+        next_t = self.sigmas[self.step_index + 1].item()
+        if next_t == 0:
             x = x - t * v  # the expected image
         else:
-            eps = (1 - t) * v + x
-            h = t - after
+            eps = (1 - t) * v + x  # the expected noise
+            h = t - next_t
             z = randn_tensor(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-            x = x - h * (v + eps) + (2 * t * h) ** 0.5 * z  # w s / 2 = -eps
+            x = x - h * (v + eps) + (2 * t * h) ** 0.5 * z  # -w s / 2 = eps
         self._step_index += 1
         x = x.to(model_output.dtype)
         if not return_dict:

@@ -1,4 +1,4 @@
-"""Images in files: grids, folders of PNGs, .npz, and how noise becomes images."""
+"""Write images: grids, folders of PNGs, .npz files, and pictures of how noise becomes images."""
 
 import itertools
 import json
@@ -22,30 +22,30 @@ from moh_vision.common.io import hidden_path, whole_file, write_whole
 from moh_vision.diffusion.fonts import drawable, font_for
 from moh_vision.diffusion.sampling import to_uint8
 
-CELL = 48  # pixels of an image, about
+CELL = 48  # pixels: small images are enlarged to about this height
 GAP = 2  # pixels between images
-NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
+NAME_WIDTH = 16  # characters: names beside rows are wrapped at this width, or at a larger one
 LINE_GAP = 2  # pixels between the lines of a name
-SHOWN = 8  # images whose denoising is shown
-MOMENTS = {".png": 8, ".gif": 25}  # by the file's ending, at most
-FRAME_MS = 120  # of an animation
+SHOWN = 8  # number of images whose denoising is shown
+MOMENTS = {".png": 8, ".gif": 25}  # number of steps that are shown, at most
+FRAME_MS = 120  # milliseconds that a frame of an animation is shown
 LAST_FRAME_MS = 2000
-WRITTEN = ".samples.json"  # in a folder of samples: the names of those that we wrote there
+WRITTEN = ".samples.json"  # file in a folder of samples that lists the samples that we wrote there
 
 
 def sample_name(number: int) -> str:
-    """Return the file name of a sample in a folder."""
+    """Return the file name of a sample."""
     return f"{number:06d}.png"
 
 
 def written_samples(out: Path) -> set[str]:
-    """Return the names of the samples that `write_images` put into a folder, by its own list there."""
+    """Return the names of the samples that `write_images` wrote into a folder, from the list that it keeps there."""
     listing = out / WRITTEN
     if not listing.is_file():
         return set()
     try:
         names = json.loads(listing.read_text())
-        # The list says what may be deleted: a damaged one must not name other files.
+        # Files on the list may be deleted, so a damaged list must not name other files.
         if not all(re.fullmatch(r"\d{6,}\.png", name) for name in names):
             raise ValueError("it names other files")
     except (ValueError, TypeError) as error:
@@ -56,7 +56,11 @@ def written_samples(out: Path) -> set[str]:
 
 
 def refuse_strangers(option: str, out: Path, count: int) -> list[str]:
-    """Refuse a folder where other files have the names of `count` samples; return the names of all others there."""
+    """Return the sorted names of files in a folder that we did not write.
+
+    Raises:
+        ValueError: if such a file has the name that one of `count` samples will get.
+    """
     strangers = {file.name for file in out.iterdir()} - written_samples(out) - {WRITTEN}
     taken = strangers.intersection(map(sample_name, range(count)))
     if taken:
@@ -67,9 +71,14 @@ def refuse_strangers(option: str, out: Path, count: int) -> list[str]:
 
 
 def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
-    """Write batches (first number, uint8 [B, C, h, w]) as PNGs in a folder, or as the .npz of ADM's evaluator.
+    """Write images as PNGs in the folder `out`, or as a .npz file for ADM's evaluator.
 
-    Samples that were written there before are replaced; other files stay.
+    Samples that this function wrote into the folder before are replaced; other files stay.
+
+    Args:
+        batches: (number of the first image, images uint8 [B, C, h, w]).
+        labels: class numbers of all images, [N].
+        out: the folder, or a path that ends in .npz.
     """
     if out.suffix == ".npz":
         _write_npz(batches, labels, out)
@@ -78,7 +87,7 @@ def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Pat
 
 
 def _write_npz(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
-    """Write a file as numpy.savez does, without all images in memory."""
+    """Write the file that numpy.savez would write, but without holding all images in memory."""
     with whole_file(out) as opened, zipfile.ZipFile(opened, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:
             for first, batch in batches:
@@ -93,7 +102,7 @@ def _write_npz(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path)
 
 
 def _write_pngs(batches: Iterable[tuple[int, Tensor]], count: int, out: Path) -> None:
-    """Write `count` images into a folder; they get their names in it when all are there."""
+    """Write `count` images into a hidden folder first, and move them to `out` once all are written."""
     hidden = hidden_path(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
@@ -103,7 +112,7 @@ def _write_pngs(batches: Iterable[tuple[int, Tensor]], count: int, out: Path) ->
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first, batch in batches:
-            # The list waits for all, and raises what one of them raises.
+            # list() waits for all threads and raises the first error of a thread.
             list(pool.map(save, itertools.count(first), batch))
     names = [sample_name(number) for number in range(count)]
     if not out.exists():
@@ -111,7 +120,7 @@ def _write_pngs(batches: Iterable[tuple[int, Tensor]], count: int, out: Path) ->
         hidden.rename(out)
         return
     earlier = written_samples(out)
-    # Before the files: after a kill in between, the list still names all that are ours.
+    # List the new files before moving them: after a kill in between, the list still names all files of ours.
     write_whole(out / WRITTEN, json.dumps(sorted(earlier.union(names))))
     for name in earlier:
         (out / name).unlink(missing_ok=True)
@@ -122,7 +131,7 @@ def _write_pngs(batches: Iterable[tuple[int, Tensor]], count: int, out: Path) ->
 
 
 def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
-    """Write `image_grid` as a PNG, and make its folder."""
+    """Write an `image_grid` as a PNG, and create the folder of `path`."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     image_grid(images, columns, **look).save(path, format="PNG")
 
@@ -130,15 +139,15 @@ def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
 def draw_class_rows(
     images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names
 ) -> int:
-    """Draw a grid, one class a row; return the number of rows.
+    """Draw a grid with one class a row; return the number of rows.
 
     Args:
-        images: numbers of images -> these images, uint8 [len(numbers), C, h, w].
+        images: function from image numbers to these images, uint8 [len(numbers), C, h, w].
         labels: class numbers of all images, [N].
-        classes: those that are drawn, if they have images.
-        columns: images a row, at most; fewer where a class has fewer.
-        path: of the PNG.
-        names: of all classes, by number.
+        classes: the classes to draw; those without images are left out.
+        columns: images in a row, at most; no row is longer than the class with the fewest images.
+        path: the PNG.
+        names: names of all classes, by number.
     """
     drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
     rows = [c for c in classes if drawn[c]]
@@ -151,7 +160,14 @@ def draw_class_rows(
 def image_grid(
     images: Tensor, columns: int, names: Sequence[str] = (), above: Sequence[str] = ()
 ) -> Image.Image:
-    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about CELL pixels."""
+    """Lay out images row by row, small ones enlarged to a height of about CELL pixels.
+
+    Args:
+        images: uint8 [N, 1 or 3, h, w].
+        columns: images in a row.
+        names: texts to the left of the rows.
+        above: texts above the columns.
+    """
     n, channels, height, width = images.shape
     factor = max(1, round(CELL / height))
     rows = -(-n // columns)
@@ -162,8 +178,12 @@ def image_grid(
     names = [drawable(name, font) for name in names]
     texts = _in_lines(names, height // (sum(font.getmetrics()) + LINE_GAP))
     lengths = [font.getlength(line) for text in texts for line in text.splitlines()]
-    margin = int(max(lengths)) + 4 * GAP if lengths else 0
-    top = sum(font.getmetrics()) + GAP if above else 0
+    margin = 0  # pixels to the left of the images
+    if lengths:
+        margin = int(max(lengths)) + 4 * GAP
+    top = 0  # pixels above the images
+    if above:
+        top = sum(font.getmetrics()) + GAP
     size = (margin + columns * (width + GAP) + GAP, top + rows * (height + GAP) + GAP)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
@@ -184,15 +204,20 @@ def image_grid(
 
 
 def _in_lines(texts: list[str], most: int) -> list[str]:
-    """Wrap each text into at most `most` lines, at the least width from NAME_WIDTH on."""
+    """Wrap all texts at one width: the smallest from NAME_WIDTH on that gives each at most `most` lines."""
     widths = range(NAME_WIDTH, max(map(len, texts), default=0) + NAME_WIDTH)
-    broken = ([textwrap.wrap(text, width) for text in texts] for width in widths)
-    fitting = next((lines for lines in broken if max(map(len, lines)) <= max(1, most)), [])
+    wrapped = ([textwrap.wrap(text, width) for text in texts] for width in widths)
+    fitting = next((lines for lines in wrapped if max(map(len, lines)) <= max(1, most)), [])
     return ["\n".join(lines) for lines in fitting]
 
 
 class Denoising:
-    """Shows what a sampler holds after some steps: .png, an image a row; .gif, images side by side."""
+    """Draws images after some of a sampler's steps: a .png with one image a row, or an animated .gif.
+
+    Args:
+        path: the file to write.
+        steps: number of steps that the sampler makes.
+    """
 
     def __init__(self, path: str, steps: int):
         self.path = path
@@ -204,14 +229,14 @@ class Denoising:
             self.moments = torch.linspace(0, steps - 1, count).round().int().tolist()
 
     def add(self, pipe, step: int, latents: Tensor) -> None:
-        """Keep the images if `step` is one to show."""
+        """Decode and keep the first images if `step` is to be shown."""
         if step in self.moments:
             self.frames.append(to_uint8(pipe.decode(latents[:SHOWN])).cpu())
             after = pipe.scheduler.timesteps[step + 1 : step + 2].tolist()
             self.times.append(f"t={after[0]:.0f}" if after else "image")
 
     def save(self, names: Sequence[str]) -> None:
-        """Write the file; `names` of the images are for a .png."""
+        """Write the file; a .png has the `names` of the images beside its rows."""
         if self.path.endswith(".png"):
             strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
             return draw_image_grid(

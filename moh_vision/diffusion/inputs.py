@@ -37,15 +37,16 @@ def open_inputs(
     stream: ShardStream | None = None,
     split: str = "train",
 ):
-    """Open a split of `root`, images or latents; a `stream` brings its own images.
+    """Open images or stored latents, and the VAE if images are to be encoded.
 
     Args:
         root: as data.root.
-        vae: name or folder; "none": pixels. Stored latents only compare it, if it is at hand.
-        img_size: side of the images in pixels; None: their own, or 256 with a VAE.
+        vae: name or folder of a VAE; "none": train on pixels. With stored latents, see `CachedInputs`.
+        img_size: side of the images in pixels; None: the source's own, or 256 with a VAE.
         augment: as data.augment.
-        device: of the VAE.
-        stream: a source that was opened before; None: open `split` of `root`.
+        device: where the VAE goes.
+        stream: the images, if they were opened before as a stream; None: open `split` of `root`.
+        split: "train" or "val".
     """
     cached = is_latent_cache(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):
@@ -66,9 +67,10 @@ def open_inputs(
 
 
 class PixelInputs:
-    """Diffusion on center-cropped pixels in -1 .. 1, and the interface of all inputs.
+    """Diffusion on center-cropped pixels in -1 .. 1; also the interface of all inputs.
 
-    `img_size` and `channels` are the model's; `colours` are those of a batch before `encode`, None for latents.
+    `img_size` and `channels` are those of the model's input. `colours` is the number of channels of a batch's
+    images before `encode`, and None for stored latents.
     """
 
     noised: type[NoisedImages] = NoisedImages
@@ -84,14 +86,14 @@ class PixelInputs:
         self.transform: Callable = cropped(augment, img_size, source.channels)
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
-        """Return the data set that `training_loader` takes."""
+        """Return the data set for `training_loader`; see `NoisedImages` for the arguments."""
         shape = (self.channels, self.img_size, self.img_size)
         return self.noised(
             self.source, self.transform, seed, draw, label_drop, shape, self.augment == "flip"
         )
 
     def encode(self, batch: dict, autocast=None) -> dict:
-        """Return a batch, on its device, as the diffusion task takes it."""
+        """Return the arguments of `DiffusionTask.forward` for a batch that is on the device."""
         return batch
 
     def encoded_on_cpu(self, batch: dict, accelerator) -> dict:
@@ -104,7 +106,7 @@ class PixelInputs:
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield (noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` evenly spread samples, on the CPU.
 
-        Sample i always has the timestep and noise of (0, i); no label is dropped.
+        The seed is 0, so sample i always has the same timestep and noise. No label is dropped.
         """
         slices = evenly_spread(len(self.source), count)
         for batch in evaluation_loader(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
@@ -113,7 +115,7 @@ class PixelInputs:
             yield noisy, batch["timesteps"], batch["labels"]
 
     def decoder(self, device) -> Callable[[Tensor], Tensor] | None:
-        """Return a function from samples [B, C, h, w] to images in [-1, 1]; None for pixels."""
+        """Return a function from samples [B, C, h, w] to images in [-1, 1]; None if samples are images."""
         return None
 
 
@@ -122,8 +124,9 @@ class CachedInputs(PixelInputs):
 
     Args:
         source: the stored latents.
-        root: their folder, for messages.
-        vae: name or folder of the VAE to compare and to decode with; "none": theirs, and only to decode.
+        root: the folder of the latents, for messages.
+        vae: name or folder of a VAE that is to decode samples, and must equal the VAE of the latents; it is loaded
+            at once if it is on this machine. "none": load the VAE of the latents when samples are to be decoded.
         img_size: None, or the side of the images that were encoded.
         augment: "none" or "flip".
     """
@@ -145,10 +148,12 @@ class CachedInputs(PixelInputs):
         self.named = vae
         self.vae = None
         if vae != "none":
-            with contextlib.suppress(NotAtHand):  # only decoding asks the hub
+            # Do not ask the hub before something is to be decoded.
+            with contextlib.suppress(NotAtHand):
                 self._take_vae(vae, fetch=False)
 
     def _take_vae(self, name: str, fetch: bool) -> None:
+        """Load the VAE; ValueError if it is not the one that made the latents."""
         vae = load_vae(name, fetch)
         space = LatentSpace.of(vae, name)
         if space.sha256 != self.space.sha256:
@@ -170,10 +175,11 @@ class CachedInputs(PixelInputs):
         return f"VAE:          {self.space}: {size}frozen, no part of the model; latents are stored: it does not count"
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
-        names = [(self.space.name, False)]  # local files before the hub
+        # Try the VAE of the latents from local files, then the VAE that was named, from the hub too.
+        candidates = [(self.space.name, False)]
         if self.named != "none":
-            names.append((self.named, True))
-        for name, fetch in names:
+            candidates.append((self.named, True))
+        for name, fetch in candidates:
             if self.vae is None:
                 try:
                     self._take_vae(name, fetch)
@@ -191,11 +197,11 @@ class EncodedInputs(PixelInputs):
     """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model.
 
     Args:
-        source: of images.
-        vae: name or folder.
+        source: where images come from.
+        vae: name or folder of the VAE.
         img_size: side of the images in pixels.
         augment: "none" or "flip".
-        device: of the VAE.
+        device: where the VAE goes.
     """
 
     noised = ImagesToEncode
@@ -212,7 +218,7 @@ class EncodedInputs(PixelInputs):
     def describe_vae(self) -> str:
         """Return lines about the VAE for `--dry-run`."""
         costs = ""
-        # An AutoencoderRAE, which has an img_size, has an encoder of transformers, which takes more than images.
+        # Only an AutoencoderRAE has an img_size; its encoder, a model of transformers, needs more than images.
         if self.space.img_size is None:
             images = torch.zeros(1, self.colours, self.pixels, self.pixels)
             costs = f": {count_macs(self.vae.encoder, images).dense:,} MACs an image"
@@ -229,5 +235,5 @@ class EncodedInputs(PixelInputs):
         noise = batch["posterior_noise"]
         with torch.no_grad(), autocast or contextlib.nullcontext():
             moments = encode_moments(self.vae, batch["images"])
-        rest = {k: v for k, v in batch.items() if k != "posterior_noise"}
-        return dict(rest, images=sample_posterior(moments, noise, self.space))
+        task_batch = {key: value for key, value in batch.items() if key != "posterior_noise"}
+        return dict(task_batch, images=sample_posterior(moments, noise, self.space))

@@ -1,4 +1,4 @@
-"""Opens a diffusion model: of a run, of a saved pipeline, or published weights; and a pipeline."""
+"""Open a diffusion model from a run, a saved pipeline or published weights, and make a pipeline of it."""
 
 import contextlib
 import json
@@ -18,7 +18,8 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
+from moh_vision.diffusion.sampling import Guidance, weak_predict
+from moh_vision.diffusion.schedulers import sampler_for, shift_of
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
 from moh_vision.models.head_budgets import set_head_budget
@@ -32,19 +33,25 @@ from moh_vision.models.weights import (
     load_tensors,
 )
 
-# Sizes come from files that strangers write; these limits bound the memory that a model takes.
+# Sizes are read from files that anybody may have written; these limits bound the memory of the model.
 LARGEST = dict(img_size=1024, in_chans=1024)
 MOST_CLASSES = 100_000
-TABLE = "embedding_table.weight"  # how the name of a label table ends
+TABLE = "embedding_table.weight"  # the name of a label table ends so
 
 
 def find_checkpoint(config: SampleConfig) -> None:
-    """Refuse a --checkpoint that is neither there nor the name of a model, whose published weights are fetched."""
+    """Refuse a --checkpoint that is neither a path that exists nor the name of a model with published weights.
+
+    If --checkpoint is such a name, set `config.model` to it, unless another model is given.
+    """
     name = config.checkpoint
-    named = image_models().get(name.split(".")[0]) == "diffusion" and not Path(name).exists()
-    if named and config.model is None:
+    is_model_name = (
+        image_models().get(name.split(".")[0]) == "diffusion" and not Path(name).exists()
+    )
+    if is_model_name and config.model is None:
         config.model = name
-    if not (named and config.model == name):
+    fetches_weights = is_model_name and config.model == name
+    if not fetches_weights:
         refuse_missing("--checkpoint", name)
     elif not timm.is_model_pretrained(name):
         raise ValueError(
@@ -57,12 +64,14 @@ def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
     """Open the pipeline of --checkpoint; also return the metadata of `open_model`."""
     path = Path(config.checkpoint)
     names = ("model_index.json", "config.json", "config.yaml")
-    there = {name for name in names if (path / name).is_file()}
-    if not config.model and "model_index.json" in there and config.weights != "ema":
+    found = {name for name in names if (path / name).is_file()}
+    if not config.model and "model_index.json" in found and config.weights != "ema":
         raise ValueError(
             f"--weights {config.weights} has no effect: {path} is a saved pipeline, which holds one kind"
         )
-    if not config.model and (there == {"config.json"} or path.suffix in (".pt", ".pth", ".bin")):
+    # A folder with only a config.json, or a file of these types, does not say which model it holds.
+    is_unnamed = found == {"config.json"} or path.suffix in (".pt", ".pth", ".bin")
+    if not config.model and is_unnamed:
         raise ValueError(
             f"{path} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
         )
@@ -71,18 +80,22 @@ def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
 
 
 def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoHDiTPipeline:
-    """Put the VAE and scheduler of sample.py's keys around a model; settle keys that are left out."""
+    """Make a pipeline of a model with the VAE and scheduler that sample.py's keys ask for.
+
+    Also sets the model's head budget if `config` has one, and resolves `config.sampler` and `config.guide_channels`.
+    """
     vae = open_vae(config, model.config.in_channels, metadata["vae"])
     if vae is not None:
-        vae.enable_slicing()  # one image at a time: memory does not grow with the batch
+        # Decode one image at a time, so that memory does not grow with the batch.
+        vae.enable_slicing()
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
     config.sampler = sampler_for(metadata["objective"], config, "--sampler")
     guidance = Guidance(channels=config.guide_channels)
     config.guide_channels = guidance.guided(model.config.in_channels)
-    # A prediction is clipped to the range of pixels; latents have none.
+    on_pixels = vae is None  # only pixels have a range to clip to
     scheduler = make_scheduler(
-        config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"]
+        config.sampler, config.steps, model.config.learn_sigma, on_pixels, metadata["shift"]
     )
     label_drop = metadata["label_drop"]
     if config.cfg_scale != 1 and not metadata["classes"]:
@@ -97,7 +110,10 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
 
 
 def open_vae(config: SampleConfig, channels: int, trained):
-    """Open the VAE of --vae, else the one of the training; None on pixels."""
+    """Open the VAE of --vae, or else the VAE of the training; return None for a model of pixels.
+
+    `channels` are the model's input channels; `trained` is `vae` in the metadata of `open_model`.
+    """
     if trained is None:
         if config.vae and not config.model:
             raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
@@ -119,15 +135,21 @@ def open_vae(config: SampleConfig, channels: int, trained):
             f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); "
             "--vae takes another on purpose"
         )
-    # Latents were scaled by the factor of the training, whatever this decoder's own is.
+    # Use the scaling factor of the training, even if this VAE's own configuration has another one.
     return fit_vae(vae, config.vae or space.name, space)
 
 
 def open_model(path: str, name: str | None = None, weights: str = "ema") -> tuple[nn.Module, dict]:
     """Open a model in eval mode, without a VAE; also return its metadata.
 
-    `path`: a run, a saved pipeline or, with a `name`, published weights; the name itself fetches them. Of the
-    metadata, `run` is its folder or None, and `vae` the dict of a `LatentSpace`, a pipeline's VAE, or None.
+    In the metadata, `run` is the run's folder or None, and `vae` is the dict of a `LatentSpace`, the VAE of a
+    pipeline, or None.
+
+    Args:
+        path: a run or a saved pipeline; with `name`, a file or folder of published weights, or `name` again to
+            fetch them.
+        name: name of the model whose weights `path` holds.
+        weights: "ema" or "model".
     """
     metadata = dict(objective="noise", shift=1.0, label_drop=None, run=None, vae=None)
     if name:
@@ -150,7 +172,7 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
 
 def _saved_pipeline(path: str) -> tuple[nn.Module, dict]:
     """Open the transformer of a saved pipeline in eval mode; also return its metadata."""
-    logging.disable_progress_bar()  # three parts are there at once
+    logging.disable_progress_bar()  # of little use: a pipeline has only three parts
     try:
         pipe = MoHDiTPipeline.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -158,30 +180,27 @@ def _saved_pipeline(path: str) -> tuple[nn.Module, dict]:
     model = pipe.transformer.eval()
     names = pipe.config.id2label or {}
     classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
-    scheduled = pipe.scheduler.config
-    # UniPC and DPM-Solver call it flow_shift.
-    shift = scheduled.get("shift", scheduled.get("flow_shift", 1.0))
     return model, dict(
         architecture=Path(path).name,
         classes=classes,
         vae=pipe.vae,
         objective=pipe.config.objective,
         label_drop=pipe.config.label_drop,
-        shift=shift,
+        shift=shift_of(pipe.scheduler),
     )
 
 
 def open_guide(
     key: str, guide: str | None, model: nn.Module, objective: str, vae
 ) -> nn.Module | str | None:
-    """Open the weak model that guides a sampler, as `weak_predict` takes it; refuse one unlike the model.
+    """Open the weak model that guides a sampler, as `weak_predict` takes it; refuse one that does not fit `model`.
 
     Args:
-        key: that names the weak model, for messages.
+        key: the key or option that `guide` was given with, for messages.
         guide: a path; "heads:SHARE" and None are returned as they are.
-        model: the model that is guided.
-        objective: its objective.
-        vae: its VAE, as the metadata of `open_model` have it.
+        model: the model to guide.
+        objective: the objective of `model`.
+        vae: the VAE of `model`, as in the metadata of `open_model`.
     """
     opened = guide
     must_agree = []
@@ -193,12 +212,12 @@ def open_guide(
             ("objective", metadata["objective"], objective),
             ("VAE", _sha256(metadata["vae"]), _sha256(vae)),
         ]
-    weak_predict(model, opened, f"{key} {guide}", must_agree)
+    weak_predict(model, opened, f"{key} {guide}", must_agree)  # called for its checks alone
     return opened
 
 
 def _sha256(vae) -> str | None:
-    """Return the hash of a VAE: a module, the dict of a `LatentSpace`, or None."""
+    """Return the hash of a VAE that is given as a module, as the dict of a `LatentSpace`, or as None."""
     if vae is None:
         return None
     if isinstance(vae, nn.Module):
@@ -207,9 +226,9 @@ def _sha256(vae) -> str | None:
 
 
 def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict]:
-    """Open the model `name` in eval mode, with weights of a file or folder, or fetched for its name.
+    """Open the model `name` in eval mode, with weights of a file or folder, or fetched if `path` is `name`.
 
-    Also return its classes and, if it has no label "no class", label_drop 0.
+    Also return metadata: the classes and, if the weights have no label "no class", label_drop 0.
     """
     if path == name and not Path(path).exists():
         try:
@@ -240,15 +259,15 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
 
 
 def _with_no_class(file: Path, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict]:
-    """Give label tables of official weights the row of "no class" where they have none; also return metadata.
+    """Add the row for "no class" to label tables of official weights that lack it; also return metadata.
 
-    The official DiT has such a row only if labels were dropped in training (class_dropout_prob above 0). The file does
-    not say so, but the names in a classes.txt beside it are as many as the classes.
+    The official DiT has that row only if labels were dropped in training (class_dropout_prob above 0). The file does
+    not say whether they were; a classes.txt beside the file does, because it has one name for each class.
     """
     tables = {name: table for name, table in state.items() if name.endswith(TABLE)}
     rows = min((len(table) for table in tables.values() if table.ndim == 2), default=0)
     if not rows:
-        return state, dict(classes=[])  # a damaged file, which `load_tensors` refuses
+        return state, dict(classes=[])  # the file is damaged: `load_tensors` will refuse it
     if rows - 1 > MOST_CLASSES:
         raise ValueError(f"{file}: num_classes {rows - 1} is out of range: 1 to {MOST_CLASSES}")
     names = saved_with(file)
@@ -259,7 +278,7 @@ def _with_no_class(file: Path, state: dict[str, Tensor]) -> tuple[dict[str, Tens
         )
     if names is None:
         classes = unnamed_classes(rows - 1)
-        # ImageNet's 1,000 have names, and their published models all have "no class".
+        # Do not warn for ImageNet's 1,000 classes: they have names here, and all published models have "no class".
         if classes[0] == "0":
             say(
                 f'{file}: the label table has {rows} rows, taken for {rows - 1} classes and "no class"; if it has no row '
@@ -281,7 +300,7 @@ def _with_no_class(file: Path, state: dict[str, Tensor]) -> tuple[dict[str, Tens
 
 
 def _fitting(name: str, file: Path, state: dict[str, Tensor], sizes: dict) -> list[str]:
-    """Return the other models of the same size that take the weights."""
+    """Return the other registered models of the same size that the weights fit."""
     size = name.rpartition("_")[0]
     fitting = []
     for module in FAMILIES["diffusion"]:
@@ -295,10 +314,11 @@ def _fitting(name: str, file: Path, state: dict[str, Tensor], sizes: dict) -> li
 
 
 def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
-    """Find what `create` needs in official or diffusers' weights, which `file` holds."""
+    """Read the sizes that `create` needs from the weights in `file`, in the official or diffusers' format."""
     sizes = {}
 
     def shape(ndim: int, *names: str) -> tuple | None:
+        """Return the shape of the first tensor with `ndim` dimensions whose name ends with one of `names`."""
         for name, tensor in state.items():
             if name.endswith(names) and tensor.ndim == ndim:
                 return tuple(tensor.shape)
@@ -314,7 +334,7 @@ def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
     if kernel and positions:
         sizes["img_size"] = math.isqrt(positions[1]) * kernel[-1]
     read_from = dict.fromkeys(LARGEST, file)
-    # diffusers' DiT saves no table of positions, but a config.json.
+    # diffusers' DiT does not save the table of positions; its config.json has the size.
     config = file.with_name("config.json")
     if "transformer_blocks.0.attn1.to_q.weight" in state and config.is_file():
         read_from["img_size"] = config

@@ -1,9 +1,13 @@
 """Training losses: DiT's noise prediction with a bound for the learned variance, and SiT's flow matching.
 
-Ho 2020; Nichol and Dhariwal 2021 (eq. 15 and 16); Lipman 2023; Ma 2024. diffusers has no such losses.
+Ho 2020; Nichol and Dhariwal 2021 (eq. 15 and 16); Lipman 2023; Ma 2024. diffusers does not have these losses.
 
-An objective is a module with `name`, picklable `draw(numpy generator)`, `add_noise(x0, noise, t)` and forward (output,
-x0, xt, noise, t) -> dict of [B] tensors with "loss" and "mse". Timesteps are from 0 (clean) to 1000 (noise) everywhere.
+An objective is a module with
+    name            "noise" or "flow";
+    draw            function from a numpy generator to a timestep; picklable, for the loader's worker processes;
+    add_noise       (x0, noise, t) -> xt;
+    forward         (output, x0, xt, noise, t) -> dict of [B] tensors with "loss" and "mse".
+Timesteps go from 0 (clean) to 1000 (noise) everywhere.
 """
 
 import math
@@ -17,13 +21,14 @@ from moh_vision.models.velocity import PREDICTS, to_velocity
 
 NUM_TIMESTEPS = 1000
 TIMESTEPS = ("uniform", "logit-normal")
+# Arguments of `FlowMatchingLoss`.
 FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift")
 BETA_START = 1e-4  # betas are linear in t
 BETA_END = 0.02
 
 
 def make_objective(config: dict) -> nn.Module:
-    """Return the objective of a configuration or of a run's metadata; by default, the noise."""
+    """Return the objective that a configuration or a run's metadata names; `HybridLoss` if none is named."""
     name = config.get("objective", HybridLoss.name)
     flow = config.get("flow")
     if name == FlowMatchingLoss.name and isinstance(flow, dict):
@@ -43,12 +48,12 @@ def draw_step(rng: np.random.Generator) -> int:
 def draw_time(
     rng: np.random.Generator, sampling: str, shift: float, location: float, spread: float
 ) -> np.float32:
-    """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`.
+    """Draw a real timestep, 0 .. 1000, which is 1000 times the t of `FlowMatchingLoss`.
 
     Args:
-        rng: of the position of the sample.
+        rng: generator for the position of the sample.
         sampling: `timesteps` of `FlowMatchingLoss`.
-        shift, location, spread: see there.
+        shift, location, spread: as in `FlowMatchingLoss`.
     """
     if sampling == "uniform":
         t = rng.random()
@@ -61,11 +66,12 @@ class FlowMatchingLoss(nn.Module):
     """Squared error of the velocity on the straight path from an image to noise, per image.
 
     x_t = (1 - t) x_0 + t eps, with the velocity dx_t / dt = eps - x_0 as target (the linear interpolant of Ma
-    2024; Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). Models and schedulers see 1000 t.
+    2024; Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). Models and schedulers get 1000 t.
 
     Args:
-        predict: what the network predicts, of `PREDICTS`; the model turns it into a velocity, and the target is the
-            true one through the same `to_velocity`, as in JiT (Li and He 2025).
+        predict: what the network predicts, one of `PREDICTS`. The model turns its prediction into a velocity with
+            `to_velocity`; the target is the exact prediction after the same `to_velocity`, as in JiT (Li and He
+            2025).
         timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(location, spread^2) (Esser 2024, 3.1).
         location, spread: mean and standard deviation of that normal.
         shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
@@ -126,8 +132,8 @@ class FlowMatchingLoss(nn.Module):
 class HybridLoss(nn.Module):
     """L_simple + L_t per image, over 1000 steps with linear betas from 1e-4 to 0.02.
 
-    L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000 and L_vlb = 1000 * E_t[L_t]: the plain sum.
-    L_t is in bits per dimension. Its mean is detached: the bound trains the variance only.
+    This plain sum is L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000, since L_vlb = 1000 * E_t[L_t].
+    L_t is in bits per dimension. The predicted mean is detached in L_t, so that L_t trains the variance only.
 
     Args:
         min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR (Hang 2023, with gamma 5). None: by 1.
@@ -144,8 +150,9 @@ class HybridLoss(nn.Module):
         beta = torch.linspace(BETA_START, BETA_END, NUM_TIMESTEPS, dtype=torch.float64)
         alpha_bar = (1 - beta).cumprod(0)
         previous = torch.cat([torch.ones(1, dtype=torch.float64), alpha_bar[:-1]])
-        posterior = beta * (1 - previous) / (1 - alpha_bar)  # Ho 2020 eq. 7; 0 at t = 0
-        posterior[0] = posterior[1]  # only its logarithm is used there
+        posterior = beta * (1 - previous) / (1 - alpha_bar)  # Ho 2020 eq. 7
+        # At t = 0 the variance is 0; take that of t = 1, so that the logarithm is finite.
+        posterior[0] = posterior[1]
         tables = dict(
             sqrt_alpha_bar=alpha_bar.sqrt(),
             sqrt_one_minus=(1 - alpha_bar).sqrt(),
@@ -169,10 +176,10 @@ class HybridLoss(nn.Module):
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return loss, mse (not weighted), and vb if the output has the variance; all [B].
+        """Return loss, mse (not weighted) and, if the variance is predicted, vb: L_t; all [B].
 
         Args:
-            output: noise [B, C, h, w], or with the interpolation of the variance [B, 2C, h, w].
+            output: predicted noise [B, C, h, w], or noise and interpolation of the variance [B, 2C, h, w].
             x0, xt, noise: the image, the noisy image and the noise, [B, C, h, w].
             t: integers [B], 0 .. 999.
         """
@@ -188,13 +195,13 @@ class HybridLoss(nn.Module):
     def variational_bound(
         self, eps: Tensor, interpolation: Tensor, x0: Tensor, xt: Tensor, t: Tensor
     ) -> Tensor:
-        """Return L_t in bits per dimension, [B]: a KL divergence, for t = 0 a discretised likelihood.
+        """Return L_t in bits per dimension, [B]: a KL divergence, or for t = 0 a discretised likelihood.
 
         The variance is exp(v log beta + (1 - v) log beta-tilde) with v = (interpolation + 1) / 2.
 
         Args:
             eps: predicted noise [B, C, h, w].
-            interpolation: [B, C, h, w].
+            interpolation: what the model predicts for the variance, [B, C, h, w].
             x0, xt, t: as in `forward`.
         """
         v = (interpolation + 1) / 2
@@ -212,7 +219,7 @@ class HybridLoss(nn.Module):
 
 
 def gaussian_kl(mean1: Tensor, log_var1: Tensor, mean2: Tensor, log_var2: Tensor) -> Tensor:
-    """KL(N(mean1, var1) || N(mean2, var2)) elementwise, in nats."""
+    """Return KL(N(mean1, var1) || N(mean2, var2)) elementwise, in nats."""
     return 0.5 * (
         log_var2
         - log_var1
@@ -223,7 +230,10 @@ def gaussian_kl(mean1: Tensor, log_var1: Tensor, mean2: Tensor, log_var2: Tensor
 
 
 def discretised_nll(x: Tensor, mean: Tensor, log_var: Tensor) -> Tensor:
-    """Return -log of the Gaussian mass of x's 8-bit bin in [-1, 1]; outer bins are infinite (Ho 2020 eq. 13)."""
+    """Return -log of the Gaussian's mass in the 8-bit bin of x, in nats (Ho 2020 eq. 13).
+
+    x is in [-1, 1]; the first and the last bin extend to infinity.
+    """
     scale = (-0.5 * log_var).exp()
     above = torch.special.ndtr((x - mean + 1 / 255) * scale)
     below = torch.special.ndtr((x - mean - 1 / 255) * scale)
@@ -233,4 +243,5 @@ def discretised_nll(x: Tensor, mean: Tensor, log_var: Tensor) -> Tensor:
 
 
 def _at(table: Tensor, t: Tensor, like: Tensor) -> Tensor:
+    """Return the table's entries at t [B], shaped to broadcast with `like`."""
     return table[t].view(-1, *[1] * (like.ndim - 1))  # [B, 1, 1, 1]

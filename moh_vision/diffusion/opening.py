@@ -1,4 +1,4 @@
-"""Opens a diffusion model again: its data, loss and scores."""
+"""Open a diffusion model of a finished run, with its data, loss and scores."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.ranks import say
 
-# Outputs of sample.py.
+# Keys of sample.py for outputs, which scores of an opened model do not write.
 KEPT = (
     "out",
     "grid",
@@ -37,7 +37,10 @@ KEPT = (
 
 
 class OpenedDiffusion(Opened):
-    """A diffusion model without a VAE. `config`: an `OpenedDitConfig`, or for scores a `SampleConfig`."""
+    """A diffusion model that was opened without its VAE.
+
+    `config` is an `OpenedDitConfig`, or a `SampleConfig` if the model was opened for scores.
+    """
 
     kind = "diffusion"
     loss_name = "diffusion loss at fixed timesteps and noise"
@@ -47,13 +50,14 @@ class OpenedDiffusion(Opened):
 
     @cached_property
     def objective(self) -> nn.Module:
+        """The objective that the model was trained with; ValueError for weights without a configuration."""
         if "config" not in self.metadata:
             said = "of no run, whose configuration says how the model was trained"
             raise ValueError(f"{self.metadata['weights']}: {said}")
         return make_objective(self.metadata["config"])
 
     def opened_inputs(self, split: str) -> PixelInputs:
-        """Open the images or latents of a split; image i has the timestep and noise of (0, i)."""
+        """Open the images or latents of a split, once; ValueError if they do not fit the model or its VAE."""
         if split in self.splits:
             return self.splits[split]
         data = self.config.data
@@ -82,7 +86,9 @@ class OpenedDiffusion(Opened):
         return inputs
 
     def data(self, split: str) -> Any:
-        draw = self.objective.draw  # before the data: it refuses weights that are of no run
+        # Read the objective before opening data: it refuses weights that are not of a run.
+        draw = self.objective.draw
+        # Seed 0: image i always has the timestep and noise of (0, i). No label is dropped.
         return self.opened_inputs(split).dataset(0, draw, 0.0)
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
@@ -106,7 +112,7 @@ class OpenedDiffusion(Opened):
 
     @cached_property
     def drawing(self) -> Drawing:
-        """Samples and scores, as options of sample.py say, else the run's section score."""
+        """The `Drawing` that scores need, from options of sample.py or else from the run's `score` section."""
         config = self.config
         reads = {}
         if isinstance(config, OpenedDitConfig):
@@ -120,7 +126,7 @@ class OpenedDiffusion(Opened):
         return drawing
 
     def scores(self) -> dict[str, Any]:
-        """Score samples of the same noise, whatever heads run."""
+        """Draw samples and score them; their noise is the same whatever the head budget."""
         drawing = self.drawing
         config = drawing.config
         with tempfile.TemporaryDirectory() as folder:
@@ -159,12 +165,12 @@ def open_run(
     Args:
         path: a run, a checkpoint, a saved pipeline, or a file of weights.
         weights: "ema" or "model"; None: "ema".
-        device: of the model; None: the CPU.
-        options: of `OpenedDitConfig`, or with `scores` of sample.py.
-        name: of the model, for published weights.
-        scores: open for `OpenedDiffusion.scores` with options of sample.py.
+        device: where the model goes; None: the CPU.
+        options: command-line options, of `OpenedDitConfig` or, with `scores`, of sample.py.
+        name: name of the model, for published weights.
+        scores: open the model for `OpenedDiffusion.scores`, with options of sample.py.
         command: what messages call the program.
-        saved: the config.yaml of the run, if it was read before.
+        saved: the run's config.yaml, if it was read before.
     """
     if scores:
         for option, value in (("name", name), ("weights", weights)):
@@ -189,7 +195,7 @@ def open_run(
 def parse_scored(
     path: str, options: Sequence[str], command: str, saved: SavedConfig | None
 ) -> SampleConfig:
-    """Read options of sample.py, for scores of samples that are not kept."""
+    """Parse options of sample.py, of which --score is needed; refuse options that keep the samples."""
     given = set()
     for option in options:
         if option.startswith("--"):

@@ -1,6 +1,7 @@
-"""The DiT pipeline: class labels in, images out. Saved pipelines name this path.
+"""The DiT pipeline: class labels in, images out. Saved pipelines name this module, so it never moves.
 
-diffusers' DiTPipeline takes 1000 for "no class", drops the learned variance, and draws noise without a generator.
+We do not use diffusers' DiTPipeline: it takes 1000 for "no class", drops the learned variance, and does not pass the
+generator to the scheduler.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
 from moh_vision.common.io import write_whole
-from moh_vision.diffusion import flow_sde, sampling  # noqa: F401  diffusers opens schedulers of imported modules only
+
+# diffusers needs the import of flow_sde: it finds schedulers only in modules that are imported.
+from moh_vision.diffusion import flow_sde, sampling, schedulers  # noqa: F401
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance
@@ -26,18 +29,19 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 class MoHDiTPipeline(DiffusionPipeline):
     """Class-conditional sampling from a DiT, dense or with head routing, on pixels or on a VAE's latents.
 
-    `scheduler` can be replaced by one of `moh_vision.diffusion.make_scheduler`, or of diffusers made
-    `from_config` of it. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
+    Users may set `scheduler` to one made by `moh_vision.diffusion.make_scheduler`, or to another of diffusers'
+    schedulers made with `from_config`. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
 
     Args:
-        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, converted
-            with equal outputs. Its config.num_classes is the label that means "no class".
+        transformer: a `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which is
+            converted with equal outputs. Its config.num_classes is the label that means "no class".
         scheduler: of diffusers, for a model that predicts noise over 1000 steps, or the velocity of a flow.
-        vae: decodes latents, scaled by its config, see `LatentSpace`; None: pixels in [-1, 1].
-        id2label: names of the classes.
-        label_drop: share of labels that training replaced by "no class"; 0 refuses guidance.
-        objective: what the transformer predicts, "noise" or a velocity, "flow"; None: as the scheduler.
-        downsampling: pixels per side of a latent; None: as the VAE. Later VAEs must have the same.
+        vae: decodes latents, which its config says how to scale, see `LatentSpace`; None: the transformer works
+            on pixels in [-1, 1].
+        id2label: names of the classes, by number.
+        label_drop: share of labels that training replaced by "no class"; with 0, guidance is refused.
+        objective: what the transformer predicts: "noise", or "flow" for a velocity; None: the scheduler's.
+        downsampling: pixels per side of a latent; None: the VAE's. A VAE that is set later must have the same.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -55,7 +59,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         downsampling: int | None = None,
     ):
         super().__init__()
-        # By its name: importing the class takes a second.
+        # Compare the name of the class: importing the class takes a second.
         if type(transformer).__name__ == "DiTTransformer2DModel":
             transformer = from_diffusers(transformer)
         if not isinstance(transformer, MoHDiTTransformer2DModel):
@@ -63,10 +67,10 @@ class MoHDiTPipeline(DiffusionPipeline):
                 f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
             )
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
-        if id2label is not None:  # JSON has only strings for keys
+        if id2label is not None:  # keys are strings in JSON
             id2label = {str(number): name for number, name in id2label.items()}
         self.register_to_config(id2label=id2label, label_drop=label_drop, downsampling=downsampling)
-        self.register_to_config(objective=objective or sampling.objective_of(scheduler))
+        self.register_to_config(objective=objective or schedulers.objective_of(scheduler))
         self._check_parts()
         self.image_processor = VaeImageProcessor()
 
@@ -89,7 +93,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
-        """Return numbers of classes by name, by a word of ImageNet's names, or by number as text."""
+        """Return the class number for each label: a name, a word of an ImageNet name, or a number as text."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
             raise ValueError(
@@ -119,23 +123,27 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Draw one image per label.
 
         Args:
-            class_labels: B class numbers or names; num_classes, 0 of a model without classes, draws without a class
-                and without guidance.
+            class_labels: B class numbers or names. The number num_classes (0 for a model without classes) draws
+                without a class; it needs guidance_scale 1.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
-            generator: one per image for all its noise, or a single one (None: torch's own) that gives the images seeds
-                in order: image i does not depend on how many follow. Equal noise gives equal bits at equal batch size.
-            latents: first noise, N(0, 1) [B, C, h, w], not scaled; None: from `generator`, as all later noise.
+            generator: one generator per image, for all noise of that image; or a single one (None: torch's default),
+                from which each image in turn draws a seed, so that image i does not depend on how many follow. Equal
+                noise gives equal bits at equal batch size.
+            latents: initial noise, N(0, 1) [B, C, h, w], not scaled; None: draw it with `generator`. Noise of later
+                steps always comes from `generator`.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": not decoded.
             return_dict: return an `ImagePipelineOutput`; False: a tuple.
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict of new latents, or None.
-            callback_on_step_end_tensor_inputs: what that dict holds: "latents".
-            on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`.
-            guide: a weak model, for which `on_routing` is not called: another pipeline's transformer on the same device,
-                or "heads:SHARE", this one with fewer heads. `guide_scale` is the `weak_scale` of `Guidance`.
+            callback_on_step_end_tensor_inputs: keys of the dict that the callback gets; only "latents" is known.
+            on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`, but not
+                after passes of the weak model.
+            guide: the weak model: another pipeline's transformer on the same device, or "heads:SHARE" for this
+                transformer with fewer heads.
+            guide_scale: the `weak_scale` of `Guidance`.
 
         Raises:
-            FloatingPointError: if images hold NaN or infinity, naming the step.
+            FloatingPointError: if images hold NaN or infinity; the message names the step.
         """
         guidance = Guidance(
             guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale
@@ -150,8 +158,8 @@ class MoHDiTPipeline(DiffusionPipeline):
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
         generators = _one_per_image(generator, len(labels))
-        scheduler = sampling.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
-        sampling.set_steps(scheduler, num_inference_steps)
+        scheduler = schedulers.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
+        schedulers.set_steps(scheduler, num_inference_steps)
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
             self._predict(on_routing), labels, self.transformer.config.num_classes, weak
@@ -171,6 +179,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=x)
 
     def _first_noise(self, latents: Tensor | None, generators: list[torch.Generator]) -> Tensor:
+        """Return the initial noise [B, C, h, w]: drawn, or the checked `latents` in float32."""
         config = self.transformer.config
         shape = (config.in_channels, config.sample_size, config.sample_size)
         if latents is None:
@@ -185,6 +194,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return latents.float()
 
     def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the transformer as a function of (x, t, labels) that reports routing to `on_routing`."""
         transformer = self.transformer
 
         def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -200,12 +210,12 @@ class MoHDiTPipeline(DiffusionPipeline):
     def _after_step(
         self, bar, callback: Callable | None, names: Sequence[str], step: int, t: Tensor, x: Tensor
     ):
-        """Count a step; return what the callback gives instead of x, or None.
+        """Advance the progress bar; return the callback's new latents, or None.
 
         Args:
-            bar: of tqdm.
+            bar: tqdm's progress bar.
             callback, names: `callback_on_step_end` and its inputs.
-            step, t, x: as `sampling.denoise` tells them after a step.
+            step, t, x: what `sampling.denoise` passes to `on_step`.
         """
         bar.update()
         if callback is None:
@@ -215,19 +225,19 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay."""
+        """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, in about -1 .. 1; return pixels unchanged."""
         if self.vae is None:
             return latents
         return decode(self.vae, latents)
 
     def _check_parts(self) -> None:
-        """Refuse a scheduler or a VAE, which users may replace, that does not fit the model."""
+        """Refuse a scheduler or a VAE that does not fit the transformer; users may have replaced them."""
         needed = self.config.objective
-        given = sampling.objective_of(self.scheduler)
+        given = schedulers.objective_of(self.scheduler)
         if given != needed:
             name = f"scheduler {type(self.scheduler).__name__}"
             trained = f"the transformer was trained with objective {needed}"
-            fitting = ", ".join(name for name, of in sampling.SAMPLERS.items() if of == needed)
+            fitting = ", ".join(schedulers.samplers_of(needed))
             raise ValueError(
                 f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}"
             )
@@ -250,6 +260,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         self.register_to_config(downsampling=space.downsampling)
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
+        """Refuse an output type or a callback input that this pipeline does not have."""
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
         channels = self.transformer.config.in_channels
@@ -263,6 +274,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             )
 
     def _checked_labels(self, class_labels: Any, guidance: Guidance) -> Tensor:
+        """Return class numbers [B], int64, of the names or numbers that `__call__` was given."""
         null = self.transformer.config.num_classes
         numbers = class_labels
         if isinstance(class_labels, str):
@@ -273,8 +285,10 @@ class MoHDiTPipeline(DiffusionPipeline):
                 for label in class_labels
             ]
         labels = torch.as_tensor(numbers).reshape(-1)
-        whole = not (labels.is_floating_point() or labels.is_complex())
-        if labels.numel() == 0 or not whole or labels.dtype == torch.bool:
+        is_integer = not (
+            labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
+        )
+        if labels.numel() == 0 or not is_integer:
             expected = "whole numbers or names of classes, one per image"
             raise ValueError(f"class_labels {class_labels!r}: expected {expected}")
         scale = f"guidance_scale {guidance.scale:g}"
@@ -291,6 +305,7 @@ class MoHDiTPipeline(DiffusionPipeline):
 
 
 def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:
+    """Return one generator per image: the given ones, or new ones with seeds drawn from the given one."""
     if isinstance(generator, (list, tuple)):
         if len(generator) != images:
             raise ValueError(
@@ -300,7 +315,7 @@ def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:
     device = "cpu"
     if generator is not None:
         device = generator.device
-    # One draw at a time: that of image i then does not depend on how many follow.
+    # Draw the seeds one at a time, so that the seed of image i does not depend on how many images follow.
     seeds = [
         torch.randint(2**63 - 1, (), generator=generator, device=device).item()
         for _ in range(images)

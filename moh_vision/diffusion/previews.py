@@ -1,4 +1,4 @@
-"""Pictures of a diffusion model, and its scores, while it trains."""
+"""Draw and score samples of a diffusion model while it trains."""
 
 import shutil
 import time
@@ -16,29 +16,23 @@ from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels
 from moh_vision.diffusion.loading import open_guide
-from moh_vision.diffusion.sampling import (
-    Guidance,
-    make_scheduler,
-    sample_images,
-    sampler_for,
-    to_uint8,
-    weak_predict,
-)
+from moh_vision.diffusion.sampling import Guidance, sample_images, to_uint8, weak_predict
+from moh_vision.diffusion.schedulers import make_scheduler, sampler_for
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.ranks import attempt, by_main
 
-BATCH = 32  # images at a time
-LONG = 10  # seconds that drawing may take before it is said how long it takes
-ROWS = 10  # the most classes that have a row each
-COLUMNS = 10  # images a row
+BATCH = 32  # images in one forward
+LONG = 10  # seconds; drawing that takes at least this long is announced
+ROWS = 10  # with at most this many classes, each class has a row
+COLUMNS = 10  # images in a row
 
 
 def open_drawings(setup, inputs, model: nn.Module, objective: nn.Module) -> list["Samples"]:
-    """Open the previews and the scores of a run, of its EMA weights if any."""
+    """Return the `Previews` and `Scores` of a run; open the VAE and the reference only if they will be needed."""
     config = setup.config
     accelerator = setup.accelerator
     last = config.max_steps
-    draws = False
+    draws = False  # whether a preview or a score will be drawn
     for keys in (config.preview, config.score):
         if keys.every > last:
             hint = f"--{keys.section}.every {last} asks for it"
@@ -56,22 +50,22 @@ def open_drawings(setup, inputs, model: nn.Module, objective: nn.Module) -> list
     previews = Previews(config.preview, inputs, model, objective, decode)
     scores = Scores(config.score, inputs, model, objective, decode)
     if 0 < config.score.every <= last:
-        judged = config.score.sampled(config.output, config.data.root, objective.name)
+        sample_config = config.score.sampled(config.output, config.data.root, objective.name)
         channels = image_channels(inputs.vae or model)
         with accelerator.main_process_first():
-            scores.scorer = make_scorer(judged, channels, **config.score.reads)
+            scores.scorer = make_scorer(sample_config, channels, **config.score.reads)
     return [previews, scores]
 
 
 class Samples:
-    """Samples of the same noise and labels at every training step; `failed` counts.
+    """Draws samples with the same noise and labels at every training step; `failed` counts failures.
 
     Args:
         config: a `DrawConfig`.
         inputs: what the run trains on, see `open_inputs`.
         model: the model that trains.
-        objective: its loss.
-        decode: samples [B, C, h, w] -> images in [-1, 1]; None: they are images.
+        objective: the loss that it trains with.
+        decode: samples [B, C, h, w] -> images in [-1, 1]; None: samples are images.
     """
 
     def __init__(
@@ -102,11 +96,11 @@ class Samples:
         self.weak = open_guide(f"{config.section}.guide", guide, model, objective.name, vae)
 
     def labels(self, numbers: range) -> Tensor:
-        """Return the classes of images, [len(numbers)]."""
+        """Return the classes of the images with these numbers, [len(numbers)]."""
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
     def sample(self, model: nn.Module, numbers: range, on_step: Callable | None = None) -> Tensor:
-        """Return images uint8 [len(numbers), 1 or 3, h, w], on the CPU. The model's mode is restored."""
+        """Draw images uint8 [len(numbers), 1 or 3, h, w], on the CPU; then restore the model's training mode."""
         config = self.config
         size = model.config.sample_size
         shape = (model.config.in_channels, size, size)
@@ -132,15 +126,16 @@ class Samples:
             model.train(was_training)
 
     def announce(self, log, batches: int) -> Callable:
-        """Return an `on_step` that says, once drawing begins, if it takes long."""
+        """Return an `on_step` that times the second step, and logs how long drawing takes if that is long."""
         steps = len(self.scheduler.timesteps)
-        ends: list[float] = []  # of the first steps
+        step_ends: list[float] = []  # seconds
 
         def on_step(*_) -> None:
-            ends.append(time.monotonic())
-            if len(ends) != 2:  # the first step warms up
+            step_ends.append(time.monotonic())
+            # The first step warms up; from the third on there is nothing left to do.
+            if len(step_ends) != 2:
                 return
-            seconds = (ends[1] - ends[0]) * steps * batches
+            seconds = (step_ends[1] - step_ends[0]) * steps * batches
             if seconds >= LONG:
                 title = f"{self.config.section}: {self.config.images} images in {steps} steps each"
                 log.say(f"{title} take about {tqdm.format_interval(seconds)}")
@@ -149,10 +144,10 @@ class Samples:
 
 
 class Previews(Samples):
-    """Pictures, RUN/previews/step_N.png."""
+    """Draws pictures into RUN/previews/step_N.png."""
 
     def draw(self, model: nn.Module, loop) -> None:
-        """Write a grid on the log's process, and log its images; a failure is counted, not raised."""
+        """Draw samples on every rank; the rank with the log writes and logs them. A failure is counted, not raised."""
         config = self.config
         log = loop.log
         path = loop.folder / "previews" / f"step_{loop.done}.png"
@@ -169,30 +164,31 @@ class Previews(Samples):
                 if loop.ema:
                     sampling = f"{sampling}, {loop.averaged}"
                 log.say(f"preview ({sampling}): {path}")
-        except Exception as error:  # any error: a picture must not end the training
+        except Exception as error:  # whatever it is: a picture must not end the training
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
         log.pause()
 
     def _write(self, images: Tensor, path: str) -> None:
-        """Write all images as a grid, a class a row where classes were chosen or are few."""
+        """Write all images as a grid, with one class a row if classes were chosen or there are few."""
         config = self.config
         few_classes = len(self.names) <= ROWS and config.images <= COLUMNS * len(self.names)
         if config.classes or (config.columns is None and few_classes):
             labels = self.labels(range(config.images))
             classes = self.classes.tolist()
-            draw_class_rows(images.__getitem__, labels, classes, config.images, path, self.names)
+            columns = config.images  # no limit: each row takes the images that its class has
+            draw_class_rows(images.__getitem__, labels, classes, columns, path, self.names)
         else:
             draw_image_grid(images, min(config.columns or COLUMNS, config.images), path)
 
 
 class Scores(Samples):
-    """Fidelity scores, of samples that are in RUN/.scoring meanwhile."""
+    """Scores the fidelity of samples, which are in RUN/.scoring until they are scored."""
 
     scorer: Callable | None = None
 
     def draw(self, model: nn.Module, loop) -> None:
-        """Log scores of samples that the processes share; a failure is counted and logged."""
+        """Draw samples, shared out among all ranks, and log their scores; a failure is counted and logged."""
         accelerator = loop.accelerator
         folder = loop.folder / ".scoring"
         clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
@@ -213,7 +209,7 @@ class Scores(Samples):
             scores, text = self.scorer(open_parts(), labels, accelerator.device)
             scores = dict(scores, sampling=self._sampling(model))
 
-        clear()  # a killed run may have left samples of other weights
+        clear()  # a killed run may have left samples of earlier weights
         problem = attempt(draw_missing, Exception)
         if not problem:
             problem = attempt(score_all, Exception)
@@ -226,7 +222,7 @@ class Scores(Samples):
         loop.event({"scores": scores}, f"scores after {loop.done} steps{weights}:\n{text}")
 
     def _sampling(self, model: nn.Module) -> dict:
-        """Return what metrics.jsonl says of the images that were scored, as scores.json of sample.py."""
+        """Return how the scored images were made, for metrics.jsonl, as in the scores.json of sample.py."""
         config = self.config
         sampling = dict(
             sampler=self.sampler,

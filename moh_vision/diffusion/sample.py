@@ -41,7 +41,7 @@ from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
-from moh_vision.engine.attention_record import keep_settings
+from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
@@ -50,8 +50,8 @@ from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import kind_in, weights_file
 
 NAME = "sample.py"
-WORTH_MEASURING = 60  # seconds of drawing
-# What the images depend on, beside the weights.
+WORTH_MEASURING = 60  # seconds that drawing must take
+# The keys that the images depend on.
 SAMPLING = (
     "sampler",
     "steps",
@@ -66,7 +66,7 @@ SAMPLING = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    held = contextlib.ExitStack()
+    held = contextlib.ExitStack()  # keeps the folder locked and the attention settings in force
     with user_errors(NAME):
         config = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)
@@ -82,15 +82,16 @@ def main(argv: list[str] | None = None) -> None:
             record["sampling"],
             counted=bool(config.head_load),
         )
-        # All processes have looked at what is there when one of them begins to write.
+        # `by_main` waits for all ranks, so every rank has checked the existing outputs before one writes.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
-        kept = keep_settings(parts.folder, accelerator, held)
-        if kept and kept.settle(build=True):
-            raise ValueError(
-                f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over"
-            )
-        if kept:
-            by_main(lambda: kept.save(parts.folder), accelerator)
+        attention_record = keep_settings(parts.folder, accelerator, held)
+        if attention_record:
+            refused = attention_record.settle(build=True)
+            if refused:
+                raise ValueError(
+                    f"{parts.folder} was begun otherwise: {'; '.join(refused)}; delete it to start over"
+                )
+            by_main(lambda: attention_record.save(parts.folder), accelerator)
     if config.save_pipeline and accelerator.is_main_process:
         drawing.pipe.save_pretrained(config.save_pipeline)
         say(f"pipeline: {config.save_pipeline}, weights of {metadata['weights']}")
@@ -103,8 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     denoising = None
     if config.denoising:
         denoising = Denoising(config.denoising, len(drawing.pipe.scheduler.timesteps))
-    if kept and kept.table is None:
-        drawing.measure(parts, kept)
+    if attention_record and attention_record.table is None:
+        drawing.measure(parts, attention_record)
     load = drawing.draw(parts, denoising)
     accelerator.wait_for_everyone()
 
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             denoising.save(drawing.class_names(len(denoising.frames[0])))
             say(f"denoising, from noise to image: {config.denoising}")
     if config.score:
-        with user_errors(NAME):  # what fails on one process fails on all
+        with user_errors(NAME):  # an error here is raised on every rank
             scores, text = drawing.scorer(parts, drawing.labels, accelerator.device)
         if accelerator.is_main_process:
             scores.update(weights=metadata["weights"], step=metadata.get("step"), **record)
@@ -132,13 +133,14 @@ def main(argv: list[str] | None = None) -> None:
         say(f"head load: {config.head_load}")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        held.close()  # before its file is removed, which NFS does not do to an open one
+        # Release the lock first: NFS cannot delete its file while that is open.
+        held.close()
         shutil.rmtree(parts.folder)
     finish(accelerator)
 
 
 def _open_drawing(config: SampleConfig, accelerator) -> tuple["Drawing", dict]:
-    """Open the model, and all that can fail before the first image; also return its metadata."""
+    """Open all that can fail before the first image; return the `Drawing` and the model's metadata."""
     find_checkpoint(config)
     if accelerator.is_main_process:
         say(f"loading {config.checkpoint}")
@@ -151,7 +153,7 @@ def _open_drawing(config: SampleConfig, accelerator) -> tuple["Drawing", dict]:
 
 
 def claim_outputs(config: SampleConfig, metadata: dict) -> None:
-    """Settle --score-file, make the parents of all outputs, and refuse what cannot be written."""
+    """Set `config.score_file`, create parent folders of all outputs, and refuse outputs that cannot be written."""
     run = metadata["run"]
     if config.score and not run and not config.score_file:
         raise ValueError(
@@ -173,18 +175,25 @@ def claim_outputs(config: SampleConfig, metadata: dict) -> None:
 
 
 def _claim_output(config: SampleConfig, name: str, option: str, path: Path) -> None:
-    """Make the parents of the output of an option, the key `name`; refuse what must not be replaced."""
+    """Create the parent folder of one output, and refuse a path whose files must not be replaced.
+
+    Args:
+        config: keys of sample.py.
+        name: the key of the output, such as "grid".
+        option: its option, such as "--grid", for messages.
+        path: its value.
+    """
     is_folder = name == "save_pipeline" or (name == "out" and path.suffix != ".npz")
     if path.is_dir() and not is_folder:
         raise ValueError(f"{option} {path} is a folder, expected a file")
     if path.is_file() and is_folder:
         raise ValueError(f"{option} {path} is a file, expected a folder")
-    there = set()
+    existing = set()
     if path.is_dir():
-        there = {file.name for file in path.iterdir()}
+        existing = {file.name for file in path.iterdir()}
     elif path.exists():
-        there = {path.name}
-    if there - {WRITTEN} and not config.overwrite:
+        existing = {path.name}
+    if existing - {WRITTEN} and not config.overwrite:
         problem = f"{option} {path} exists; give another path, or --overwrite true"
         if config.score and name == "out":
             problem += f"; {fidelity_command(config)} scores what is there"
@@ -203,7 +212,7 @@ def _claim_output(config: SampleConfig, name: str, option: str, path: Path) -> N
 
 
 def fidelity_command(config: SampleConfig) -> str:
-    """Return the shell command that scores existing samples."""
+    """Return the shell command that scores the samples in --out."""
     command = ["python", "-m", "moh_vision.evaluation.fidelity", config.out, config.score]
     for option in ("score_split", "extractor", "inception_weights"):
         value = getattr(config, option)
@@ -215,7 +224,7 @@ def fidelity_command(config: SampleConfig) -> str:
 
 
 def weights_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file of weights; in parts, as of a sharded run, of the lines with theirs."""
+    """Return the SHA-256 of a file of weights; of several shards, the SHA-256 of the list of their sums."""
     sums = [sha256_of(shard) for shard in tensor_files(file)]
     if len(sums) == 1:
         return sums[0]
@@ -223,7 +232,7 @@ def weights_sha256(file: Path) -> str:
 
 
 class Drawing:
-    """The images that a `SampleConfig` asks for; image i has its own class and noise."""
+    """Draws the images that a `SampleConfig` asks for; image i has its own class and noise."""
 
     def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
         self.config = config
@@ -239,7 +248,7 @@ class Drawing:
             weights = self.file.stem
         else:
             weights = kind_in(self.file, config.weights)
-        self.ema = {"ema": True, "model": False}.get(weights)  # None: the file does not tell
+        self.ema = {"ema": True, "model": False}.get(weights)  # None: the file does not say
         against_adm = bool(config.score) and is_adm(config.score)
         if config.protocol and self.ema is False:
             raise ValueError(
@@ -260,31 +269,31 @@ class Drawing:
         self.labels = torch.tensor(labels, dtype=torch.long)
 
     def class_names(self, count: int) -> list[str]:
-        """Return the names of the classes of the first images; none without classes."""
+        """Return the class names of the first `count` images; [] for a model without classes."""
         if not self.names:
             return []
         return [self.names[label] for label in self.labels[:count]]
 
     def open_scorer(self, **reads) -> None:
-        """Open what --score compares with, if anything."""
+        """Open the reference of --score, if it is given; `reads` are options of `make_scorer`."""
         if self.config.score:
             channels = image_channels(self.pipe.vae or self.pipe.transformer)
             self.scorer = make_scorer(self.config, channels, self.names, **reads)
 
     @property
     def sampling_text(self) -> str:
-        """Sampler and guidance, in words."""
+        """Sampler, steps and guidance in words, for messages and records."""
         config = self.config
         low, high = config.cfg_interval
         steps = self.pipe.scheduler.num_inference_steps
         text = f"{config.sampler} {steps} steps, {config.guidance}"
-        guided = config.cfg_scale != 1 or config.guide
-        if guided and (low, high) != (0, 1):
+        is_guided = config.cfg_scale != 1 or config.guide
+        if is_guided and (low, high) != (0, 1):
             text += f" between {low:g} and {high:g} of the timesteps"
         return text
 
     def record(self) -> dict:
-        """Return what scores.json says of the images: protocol, sampling and versions."""
+        """Return what scores.json says about how the images were made: protocol, sampling and versions."""
         config = self.config
         vae = self.pipe.vae
         sampling = {name: getattr(config, name) for name in SAMPLING}
@@ -293,7 +302,7 @@ class Drawing:
             sampling["classes"] = self.classes
         if config.guide:
             sampling.update(guide=config.guide, guide_scale=config.guide_scale, guide_sha256=None)
-            if config.guide != self.weak:  # "heads:SHARE" has no file
+            if config.guide != self.weak:  # the guide is a file or folder, not "heads:SHARE"
                 sampling["guide_sha256"] = weights_sha256(weights_file(config.guide))
         sampling.update(
             num_images=config.num_images,
@@ -305,7 +314,7 @@ class Drawing:
         return dict(protocol=config.protocol, sampling=sampling, versions=versions())
 
     def one_pass(self, size: int, predict: Callable | None = None) -> Callable[[], Any]:
-        """Return a function that makes a pass of the model, or of `predict`, over so many images."""
+        """Return a function that runs the model, or `predict`, once on a batch of `size` random images."""
         model = self.pipe.transformer
         side = model.config.sample_size
         shape = (size, model.config.in_channels, side, side)
@@ -321,17 +330,19 @@ class Drawing:
 
         return forward
 
-    def measure(self, parts: ImageParts, kept) -> None:
-        """Measure where skipping heads pays, if drawing takes over a minute, for an `AttentionRecord`."""
+    def measure(self, parts: ImageParts, attention_record: AttentionRecord) -> None:
+        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute."""
         calls: dict = {}
         model = self.pipe.transformer
         todo = len(parts.missing(self.accelerator))
         size = len(parts.numbers(0))
-        # Guidance predicts each image with and without its class in one pass.
+        # Classifier-free guidance predicts each image with and without its class in one pass.
         guided_size = size if self.config.cfg_scale == 1 else 2 * size
         passes = [(model, self.one_pass(guided_size))]
         if self.weak:
-            weak = model if isinstance(self.weak, str) else self.weak
+            weak = self.weak
+            if isinstance(weak, str):  # "heads:SHARE": the model itself, with fewer heads
+                weak = model
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
 
         def seconds_of_step() -> float:
@@ -348,31 +359,34 @@ class Drawing:
                 return {}, ""
             return measured_table(calls, step)
 
-        kept.measure(table, parts.folder, self.accelerator)
+        attention_record.measure(table, parts.folder, self.accelerator)
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
-        """Draw this process's missing images; return a `HeadLoad` whose sums are in `parts`."""
+        """Draw the missing images of this rank into `parts`.
+
+        Return a `HeadLoad` that only has layers and groups: `parts` keeps the sums of each batch.
+        """
         config = self.config
         pipe = self.pipe
         accelerator = self.accelerator
         names = [*self.names]
         if config.cfg_scale != 1 or not self.names:
-            names.append("none")
-        # Heun's has most of them twice.
+            names.append("none")  # heads also run for the label "no class"
+        # Distinct timesteps in order: Heun's scheduler lists most of them twice.
         timesteps = list(dict.fromkeys(pipe.scheduler.timesteps.tolist()))
-        number_of = {t: number for number, t in enumerate(timesteps)}
+        index_of_timestep = {t: index for index, t in enumerate(timesteps)}
         groups = {"class": names, "timestep": [f"{t:g}" for t in timesteps]}
         load = HeadLoad(head_budget(pipe.transformer)["layers"], groups)
 
         def count(stats: list, labels: Tensor, t: Tensor) -> None:
-            load.add(stats, labels, number_of[t[0].item()])
+            load.add(stats, labels, index_of_timestep[t[0].item()])
 
         todo = parts.missing(accelerator)
         assigned = len(range(accelerator.process_index, parts.count, accelerator.num_processes))
         if len(todo) < assigned:
             say(f"{assigned - len(todo)} of {assigned} batches of this process are there already")
         if denoising and accelerator.is_main_process and 0 not in todo:
-            todo = [0, *todo]  # nobody kept how its images came about
+            todo = [0, *todo]  # draw it again: `parts` keeps final images, not the steps to them
         steps = len(todo) * len(pipe.scheduler.timesteps)
         with (
             user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
@@ -381,6 +395,7 @@ class Drawing:
 
             def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
                 progress.add()
+                # `numbers` is set by the loop below: the images of the batch that is being drawn.
                 if denoising and numbers.start == 0:
                     denoising.add(pipe, step, inputs["latents"])
 

@@ -1,4 +1,4 @@
-"""Scores of samples: by a classifier of the same classes, or FID and its kin."""
+"""Score samples with a classifier of the same classes, or with FID and related scores."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +22,13 @@ from moh_vision.models.weights import from_run
 
 
 class ClassifierScores:
-    """Share of samples recognised as their class, and Frechet distance of a classifier's features."""
+    """Computes the share of samples recognised as their class, and the Frechet distance of a classifier's features."""
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source = reference.source
         self.reference = reference.name
         self.classifier, self.metadata = from_run(extractor, "classification")
+        # For each class of the samples, its number in the classifier.
         self.numbers = places(classes, self.metadata["classes"])
         if self.numbers is None or {*self.source.classes} != {*classes}:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"
@@ -38,7 +39,7 @@ class ClassifierScores:
         """Score samples with their labels [N]; return (scores, text)."""
         metadata = self.metadata
         cfg = self.classifier.pretrained_cfg
-        labels = torch.tensor(self.numbers)[labels]  # as the classifier numbers them
+        labels = torch.tensor(self.numbers)[labels]  # now with the classifier's class numbers
         img_size = metadata["arguments"].get("img_size") or cfg["input_size"][-1]
         channels = metadata["arguments"].get("in_chans", 3)
         transform = image_transform(
@@ -75,16 +76,17 @@ def make_scorer(
     key="--score",
     default_split="val",
 ) -> Callable[..., tuple[dict, str]]:
-    """Return a function of (parts, labels, device) for all ranks, with all that it needs opened.
+    """Open the reference and the extractor; return a function of (parts, labels, device) that scores samples.
 
-    It is a `ClassifierScores` for a run as extractor, a data set and `classes`, if any, else it is `fidelity.score`.
+    All ranks must call the returned function together. It is a `ClassifierScores` if the extractor is a run, the
+    reference is a data set and the samples have classes; else it calls `fidelity.score`.
 
     Args:
         config: the keys of sample.py.
-        channels: of the samples.
+        channels: channels of the samples.
         classes: names of the samples' classes.
-        key: that names the reference, for messages.
-        default_split: of a data set as reference.
+        key: the key or option that the reference was given with, for messages.
+        default_split: the split to take of a data set as reference, if `config` names none.
     """
     source = open_set(key, config.score, config.score_split, default_split)
     extractor = config.extractor or "inception"
@@ -98,8 +100,9 @@ def make_scorer(
                 )
         return ClassifierScores(source, extractor, classes)
     reference = Reference(source)
-    name = getattr(source, "name", source)  # a path has none
-    network = make_extractor(extractor, weights)  # may be fetched, so the last to fail
+    name = getattr(source, "name", source)  # `source` may be a path, which has no name
+    # Open the extractor last: it may have to be fetched.
+    network = make_extractor(extractor, weights)
     reference.check(network, num_features(network), config.num_images, biased, channels)
 
     def scorer(parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
@@ -121,7 +124,7 @@ def make_scorer(
 
 
 def record_text(record: dict) -> str:
-    """Return how images were drawn in lines, with shortened hashes."""
+    """Return the record of how images were drawn as lines of text, with shortened hashes."""
     lines = []
     for name, value in record.items():
         if isinstance(value, dict):

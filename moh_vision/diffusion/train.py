@@ -36,6 +36,7 @@ from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
+    """Train a diffusion transformer, from the opened run to its last step."""
     config = setup.config
     accelerator = setup.accelerator
     data_config = config.data
@@ -75,7 +76,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
-    # The projector of REPA is trained, too; it is auxiliary: checkpoints keep it, exported weights do not.
+    # REPA's projector is trained with the model. Checkpoints contain it, files of weights do not.
     trained = model
     if alignment:
         trained = nn.ModuleList([model, alignment])
@@ -93,10 +94,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     )
     unreadable = BadSamples(len(source), data_config.max_bad_fraction)
     if config.calibrate_images and not span.checkpoint and not config.dry_run:
-        seen = inputs.calibration_batches(
+        calibration = inputs.calibration_batches(
             objective, config.calibrate_images, unreadable, accelerator
         )
-        share_strongest_heads(model, seen)
+        share_strongest_heads(model, calibration)
     frozen = {}
     if teacher:
         frozen["repa.teacher"] = (config.repa.teacher, teacher.sha256)
@@ -126,6 +127,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
+        """Move a batch to the device, add the teacher's tokens, and encode images if there is a VAE."""
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
         targets = {}
         if teacher:
@@ -165,7 +167,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
-    """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and the `Alignment`."""
+    """Open the teacher of `repa.teacher`, set to one patch per token of `model`; also return the `Alignment`."""
     repa = config.repa
     depth = len(model.blocks)
     if inputs.colours is None:
@@ -175,14 +177,14 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
         raise ValueError(
             f"repa.block {repa.block} is out of range: 1 to {depth}, the blocks of the model"
         )
-    half = [0.5] * inputs.colours  # images are in -1 .. 1
+    half = [0.5] * inputs.colours  # mean and std with which images are normalised to -1 .. 1
     teacher = Teacher("repa.teacher", repa.teacher, half, half)
     teacher_width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
 
 
 def say_other_objective(config: DitConfig) -> None:
-    """Say where a run begins from weights that were trained with another objective."""
+    """Tell the user if the run begins from weights that were trained with another objective."""
     origin = config.model.pretrained or config.init_from
     if not origin:
         return
@@ -193,13 +195,14 @@ def say_other_objective(config: DitConfig) -> None:
 
 
 def trained_objective(source: str) -> str:
-    """Return the objective of weights for `init_from`; "noise" if they do not say."""
+    """Return the objective that weights for `init_from` were trained with; "noise" if no file says so."""
     config = None
     index = Path(source) / "model_index.json"
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())
     elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
-        _, metadata = read_safetensors(weights_file(source), lambda name: False)  # no tensors
+        # Read only the metadata: the filter takes no tensor.
+        _, metadata = read_safetensors(weights_file(source), lambda name: False)
         config = metadata.get("config")
     if not isinstance(config, dict):
         return "noise"
@@ -207,7 +210,7 @@ def trained_objective(source: str) -> str:
 
 
 def objective_said(config: dict) -> str:
-    """Return the objective of a configuration, with what a flow predicts if that is no velocity."""
+    """Return a configuration's objective as text, with what a flow predicts if that is not the velocity."""
     name = config.get("objective", "noise")
     predict = (config.get("flow") or {}).get("predict", "velocity")
     if name == "noise" or predict == "velocity":

@@ -1,1 +1,1 @@
-"""Checkpoints, steps, logging and the end of a process, for any model. Imports nothing of ours."""
+"""Training runs of any model: configuration, steps, checkpoints, logs, signals. Imports only attention/ and common/."""

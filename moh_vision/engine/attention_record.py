@@ -1,4 +1,4 @@
-"""How a run computes attention: the same from start to end, on every process."""
+"""Keep how a run computes attention the same on every process, and after a resume."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PATH, TABLE = KEPT_KEYS
 
 
 def keep_settings(folder: Path | None, accelerator, held: ExitStack, allowed: Collection[str] = ()):
-    """Return an `AttentionRecord` that holds until `held` is closed; None on a device without operators."""
+    """Return an `AttentionRecord` whose settings apply until `held` is closed; None on a device without operators."""
     device = accelerator.device.type
     if device not in operators.PATHS:
         return None
@@ -30,16 +30,21 @@ def keep_settings(folder: Path | None, accelerator, held: ExitStack, allowed: Co
 
 
 class AttentionRecord:
-    """The path of the attention operators and the table of `auto`, kept in FOLDER/attention.json.
+    """The path of the attention operators and the measurement table of `auto`, stored in FOLDER/attention.json.
 
-    Both decide the last bits of results: all processes use those of the main process, and resumed work uses those that
-    it began with, but for `allowed`, keys of --allow-change.
+    Both change the last bits of results. Therefore all processes use the settings of the main process, and resumed work
+    uses those in its attention.json.
+
+    Args:
+        folder: the folder of the work to resume; None for new work.
+        allowed: keys of --allow-change, whose stored settings are not used.
+        device: type of the torch device.
 
     Attributes:
         path: "cpp", "triton" or "torch".
-        table: the measurement table; None until `measure`.
-        line: what runs, for the user.
-        refused: settings of the record that cannot be used here, one text each.
+        table: the measurement table; None until `measure` makes it.
+        line: tells the user how attention is computed.
+        refused: stored settings that cannot be used here, one text each.
     """
 
     def __init__(self, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):
@@ -49,9 +54,9 @@ class AttentionRecord:
         self.settle()
 
     def settle(self, build: bool = False) -> list[str]:
-        """Decide the settings; return what is refused. With `build`, build missing operators for a CPU first."""
+        """Decide the settings; return `refused`. With `build`, first build missing operators for a CPU."""
         device = self.device
-        here: dict = {}  # what this process has
+        here: dict = {}  # what this process finds; later what the main process found
         operators.use(None)
 
         def kept(key: str):
@@ -63,6 +68,7 @@ class AttentionRecord:
             here["stored"] = {}
             if self.folder and (self.folder / RECORD).exists():
                 here["stored"] = _read(self.folder / RECORD)
+            # Build operators only when `build` says so, unless the user has set MOH_VISION_BUILD.
             os.environ.setdefault(BUILD, "later")
             if build and os.environ[BUILD] == "later" and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
@@ -78,8 +84,8 @@ class AttentionRecord:
         self.line = here["line"]
         self.refused = []
         kept_path = kept(PATH)
-        if kept_path not in operators.PATHS[device]:  # of another device: the bits differ anyway
-            kept_path = None
+        if kept_path not in operators.PATHS[device]:
+            kept_path = None  # stored on another type of device: the last bits differ anyway
         self.path = kept_path or here["path"]
         self.table = kept(TABLE)
         if self.table is None and here["off"]:
@@ -96,19 +102,25 @@ class AttentionRecord:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({why})")
             self.path = "torch"
             self.line = f"{plain} on all processes ({why})"
-        elif self.path != here["path"]:
+        elif self.path != here["path"]:  # the stored path is "torch", but operators are here
             take = f"--allow-change {PATH} takes the operators"
             self.line = f"{plain}, as {self.folder} began; {take}"
         if not self.refused:
             operators.use(self.path)
             try:
                 measurement_table.use_table(self.table or {})
-            except ValueError as error:  # of another version or card
+            except ValueError as error:  # the table was measured with another version or card
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
 
     def measure(self, make: Callable[[], tuple[dict, str]], folder: Path, accelerator) -> None:
-        """Call `make` on the main process for a table and a line for the user or "", and write the record."""
+        """Make the measurement table on the main process, use it on all, and write the record.
+
+        Args:
+            make: returns the table, and a line for the user or "".
+            folder: where to write the record.
+            accelerator: accelerate's Accelerator.
+        """
         self.table, line = from_first(make)
         measurement_table.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)
@@ -122,6 +134,7 @@ class AttentionRecord:
 
 
 def _read(file: Path) -> dict:
+    """Read attention.json; raise ValueError if it is not a record of attention."""
     try:
         record = json.loads(file.read_text("utf-8"))
         known_path = record["path"] in ("cpp", "triton", "torch")

@@ -1,4 +1,4 @@
-"""The best weights of a run by its validations, and early stopping."""
+"""Keep the weights with the best validation score, and stop a run that no longer improves."""
 
 import math
 from pathlib import Path
@@ -12,12 +12,12 @@ BEST = "best.safetensors"
 
 
 class Best:
-    """The best validation of a run, by one score.
+    """The best validation of a run so far, by one score.
 
     Args:
-        key: the score. The lowest "loss" is the best, and of any other score the highest.
-        patience: after so many validations in a row without a better one the run ends; 0: it never does.
-        write: keep the weights of the best validation in OUTPUT/best.safetensors.
+        key: name of the score. For "loss" the lowest value is best, for any other score the highest.
+        patience: number of validations in a row without improvement after which the run ends; 0: never.
+        write: whether to keep the weights of the best validation in OUTPUT/best.safetensors.
     """
 
     def __init__(self, key: str, patience: int = 0, write: bool = True):
@@ -29,7 +29,7 @@ class Best:
         self.waited = 0  # validations since then
 
     def better(self, value: float) -> bool:
-        """Return whether a score is better than all until now."""
+        """Return whether a score is better than the best so far; NaN never is."""
         if math.isnan(value):
             return False
         if self.value is None:
@@ -39,9 +39,10 @@ class Best:
         return value > self.value
 
     def take(self, step: int, value: float, better: bool) -> None:
-        """Note the score after `step` steps; `better`: it is the best so far.
+        """Note the score after `step` steps; `better` says whether it is the best so far.
 
-        A run that goes on from a checkpoint before its best validation has that one still ahead, and waits for none.
+        After a resume from a checkpoint that is older than the best validation, validations up to the best one do not
+        count against patience.
         """
         if better:
             self.value = value
@@ -51,18 +52,20 @@ class Best:
             self.waited += 1
 
     def replay(self, run: Path, start: int) -> Self:
-        """Resume from a run's log until step `start`, and from best.safetensors where weights are written."""
+        """Restore the state after `start` steps, from the run's log and with `write` also from best.safetensors."""
         file = run / BEST
         if self.write and file.exists():
             try:
                 metadata = TensorFiles(file).metadata
                 self.value = metadata[f"best_{self.key}"]
                 self.step = metadata["step"]
-            except Exception as error:  # a damaged header makes one of many classes
+            except Exception as error:  # a damaged header raises any of many exceptions
                 problem = f"not a readable .safetensors file of a run ({reason_of(error)})"
                 raise ValueError(f"{file}: {problem}") from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
-            self.take(step, value, not self.write and self.better(value))
+            # With `write` the best score is that of best.safetensors, whatever the log says.
+            better = not self.write and self.better(value)
+            self.take(step, value, better)
         return self
 
     @property
@@ -87,7 +90,7 @@ def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float
         value = "missing"
         if isinstance(validation, dict):
             value = validation.get(key, "missing")
-        if value is None:  # a log has null for NaN
+        if value is None:  # the log writes NaN as null
             value = math.nan
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{metrics}: the validation after step {entry['step']} has no {key}")

@@ -1,10 +1,10 @@
 """Block coordinate descent: MAE's gates and experts learn in turns (Peng 2020, section 3).
 
-    G   the model mixes all experts; only the gates move, by their own SGD       algorithm 1
-    F   a sequence runs one expert drawn from its gate; all but the gates moves  algorithm 2
+    G   the model mixes all experts; only the gates learn, by an SGD of their own                      algorithm 1
+    F   each sequence runs one expert, drawn by its gate; all weights except those of the gates learn  algorithm 2
 
-Every fifth epoch from epoch 0 on has G before F, the others only F (algorithm 3), on the same batch. A model
-without gates has one phase a step, which is a plain loop's.
+In every period-th epoch (fifth in the paper), beginning with epoch 0, a step has phase G and then F, on the same batch;
+in other epochs it has F alone (algorithm 3). For a model without gates a step has one phase, an ordinary update.
 """
 
 import contextlib
@@ -27,42 +27,44 @@ class Phase:
     """A forward and backward pass over the micro-batches of a step, and an update."""
 
     name: str  # GATES or WEIGHTS
-    salt: tuple[int, ...]  # of the seeds: each phase draws its own random numbers
+    salt: tuple[int, ...]  # added to the seeds, so that each phase draws other random numbers
     task: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[dict]
-    gates: Sequence[nn.Parameter]  # those that move here, unseen by DistributedDataParallel
-    statistics: list[tuple[Tensor, Tensor]]  # buffers of all gates, and earlier copies of them
+    # The gates that learn in phase G; empty in F. DistributedDataParallel does not reduce their gradients.
+    gates: Sequence[nn.Parameter]
+    statistics: list[tuple[Tensor, Tensor]]  # (buffer, copy from before the phase) of all gates
 
     @property
     def clipped(self) -> bool:
-        """Whether the gradients are clipped; gates learn by their own SGD, without."""
+        """Whether the gradients are clipped; those of phase G are not."""
         return not self.gates
 
     def average_gates(self) -> None:
         """Average the gates' gradients over all processes; every process calls it.
 
-        An exact all-reduce of few numbers: DistributedDataParallel would send all weights.
+        The gates are small, so this all-reduce is cheap; DistributedDataParallel would reduce all gradients.
         """
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
 
     def restore_statistics(self) -> None:
-        """Undo what the forward passes of an update that is skipped did to batch statistics."""
+        """Undo what the forward passes did to the gates' batch statistics, after a skipped update."""
         for buffer, before in self.statistics:
             buffer.copy_(before)
 
 
 class BlockDescent:
-    """Leads a training loop through its phases.
+    """Splits the steps of a training loop into phases.
 
-    What does not move in a phase requires no gradient: it costs nothing, and DistributedDataParallel waits for none. In
-    mode "joint" gates and experts learn at once (NoBCD), and their gradient is clipped as a whole. In both modes gates
-    learn by SGD without momentum: with it, the paper saw one expert win over all others (appendix A).
+    Parameters that do not learn in a phase have requires_grad False during it: backward skips them, and
+    DistributedDataParallel expects no gradient for them. In mode "joint" gates and experts learn in one phase (NoBCD),
+    and all gradients are clipped by one norm. In both modes gates learn by SGD without momentum: with momentum, the
+    paper saw one expert win over all others (appendix A).
 
     Args:
         accelerator: accelerate's Accelerator.
-        model: the model, before accelerate wraps it. Weights that need no gradient stay as they are.
-        routers: the `MAERouter`s of the model, in any mode.
+        model: the model, before accelerate wraps it. Parameters that require no gradient stay frozen.
+        routers: the `MAERouter`s of the model, whatever their mode.
         compiled: whether the run compiles the model.
         settings: a `BlockDescentConfig`.
     """
@@ -70,7 +72,7 @@ class BlockDescent:
     def __init__(
         self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings
     ):
-        # The inductor of torch 2.15, unlike other backends, gives the loss no gradient.
+        # With torch 2.15's inductor, unlike other backends, the compiled loss has no gradient.
         if compiled and routers:
             raise ValueError(
                 "compile True: a model with MAE's gates cannot be trained compiled, only without compile"
@@ -81,7 +83,7 @@ class BlockDescent:
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]
         for router in routers:
-            if router.mode != "soft":  # its gate is not used
+            if router.mode != "soft":  # other modes do not use the gate
                 router.requires_grad_(False)
         self.gates = [p for router in self.routers for p in router.parameters()]
         gates = {id(p) for p in self.gates}
@@ -90,25 +92,27 @@ class BlockDescent:
         self.total = sum(p.numel() for p in model.parameters())
         self.in_turns = bool(self.gates) and settings.mode == "bcd"
         if self.in_turns:
-            if accelerator.distributed_type == "FSDP":  # its weights cannot be frozen by phase
+            if accelerator.distributed_type == "FSDP":  # sharded weights cannot be frozen by phase
                 raise ValueError(
                     "block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint"
                 )
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=self.gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
-        """Let accelerate prepare both, and after them the optimiser of the gates.
+        """Let accelerate prepare the task and the optimiser, then the optimiser of the gates; return the first two.
 
-        `optimizers` are saved and restored in this order.
+        Checkpoints save and restore `self.optimizers` in this order.
         """
-        if self.gates:  # the optimiser keeps what it moves: not the gates, and nothing frozen
+        if self.gates:  # the main optimiser keeps only trained weights that are not gates
             weights = {id(p) for p in self.weights}
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) in weights]
-        if self.gates and not self.in_turns:  # a group for the gradient scaler and FSDP
+        if self.gates and not self.in_turns:
+            # `_step_gates` updates the gates. They are in a group so that the gradient scaler and FSDP know them.
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
-        self._switch(WEIGHTS, "soft")  # before DistributedDataParallel looks for gradients
+        # Freeze the gates now: DistributedDataParallel, when it is made, notes which parameters require a gradient.
+        self._switch(WEIGHTS, "soft")
         if self.weights or not self.in_turns:
             self.task, self.optimizer = self.accelerator.prepare(task, optimizer)
         else:  # DistributedDataParallel refuses a model without trainable weights
@@ -121,15 +125,15 @@ class BlockDescent:
         return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
-        """Enter the phases of a step one after the other, then leave the model as it is evaluated."""
+        """Yield the phases of a step, with the model prepared for each; afterwards prepare it for evaluation."""
         names = []
         if self.in_turns and (epoch % self.period == 0 or not self.weights):  # algorithm 3
             names.append(GATES)
         if self.weights or not self.in_turns:
             names.append(WEIGHTS)
-        # Every phase sees the same batches; they are loaded when the first phase asks.
+        # Every phase sees the same batches, which are loaded as the first phase iterates over them.
         for name, phase_batches in zip(names, tee(batches, len(names))):
-            # Listed anew in each step: a model that moves to another device gets new buffers.
+            # List the buffers anew in each phase: moving a model to another device replaces them.
             buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
             statistics = [(buffer, buffer.clone()) for buffer in buffers]
             common = dict(name=name, batches=phase_batches, statistics=statistics)
@@ -146,7 +150,7 @@ class BlockDescent:
 
     @contextlib.contextmanager
     def drawing_experts(self) -> Iterator[None]:
-        """Let the model run as in F, which most steps do."""
+        """Return a context in which the model runs as in phase F, the phase of most steps."""
         self._switch(WEIGHTS, "sampled")
         try:
             yield
@@ -154,7 +158,7 @@ class BlockDescent:
             self._switch(WEIGHTS, "soft")
 
     def results(self) -> dict[str, int]:
-        """Return how many parameters are trained, for results.json; empty for a model without gates."""
+        """Return the number of trained parameters for results.json, or nothing for a model without gates."""
         if not self.gates:
             return {}
         return dict(trained_parameters=self.trained)
@@ -166,14 +170,20 @@ class BlockDescent:
 
     @torch.no_grad()
     def _step_gates(self, optimizer, args, kwargs) -> None:
-        """Move the gates by SGD. The main optimiser then sees zero gradients, which move nothing."""
+        """Update the gates by SGD before the main optimiser's step, and zero their gradients.
+
+        With zero gradients and no weight decay, the main optimiser leaves the gates as they are.
+        """
         for p in optimizer.param_groups[-1]["params"]:
             if p.grad is not None:
                 p.add_(p.grad, alpha=-self.gate_lr)
                 p.grad.zero_()
 
     def _switch(self, moving: str, mode: str) -> None:
-        """Freeze what does not move in a phase, and set the gates' mode; not if all moves at once."""
+        """Freeze all parameters but the `moving` ones, GATES or WEIGHTS, and set the routers' mode.
+
+        A no-op unless gates and experts learn in turns.
+        """
         if not self.in_turns:
             return
         for parameters, name in ((self.gates, GATES), (self.weights, WEIGHTS)):

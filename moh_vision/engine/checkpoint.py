@@ -1,6 +1,7 @@
-"""The state of a training run as tensors and plain values: nothing is pickled.
+"""Save and restore the state of a training run as tensors and plain values: nothing is pickled.
 
-A tensor that FSDP2 shards stays in its parts: every process writes the rows that it has, and reads those that it needs.
+A tensor that FSDP2 shards is never gathered: every process writes the rows that it holds, and reads the rows that it
+needs.
 """
 
 import json
@@ -21,31 +22,30 @@ from moh_vision.common.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 
-# Names of files.
+# Names of files, without their ending.
 WEIGHTS = "model"
-AUXILIARY = (
-    "beside"  # such as REPA's projector, which is trained beside the model and exported nowhere
-)
+# Tensors that are trained with the model but never exported, such as REPA's projector.
+AUXILIARY = "beside"
 OPTIMIZER = "optimizer"
 EMA = "ema"
 FILES = (WEIGHTS, AUXILIARY, OPTIMIZER, EMA)
 
-MODEL = "model."  # prefix of the model's tensors in the task
+MODEL = "model."  # prefix of the model's tensors in the task's state dict
 
 
 class Snapshot(NamedTuple):
-    """A run after a step, in main memory: training does not change it any more."""
+    """A copy of a run's state in main memory, which training does not change any more."""
 
-    files: dict[str, dict[str, Tensor]]  # what this process writes, by the name of the file
-    plain: dict[str, Any]  # for JSON
+    files: dict[str, dict[str, Tensor]]  # file -> name -> tensor; what this process writes
+    plain: dict[str, Any]  # values for JSON
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """State that a run resumes from; every process calls its methods.
+    """State that a run resumes from; every process calls every method.
 
     Args:
-        task: what accelerate wraps, or its wrapper: the `model`, and what is trained beside it.
+        task: the task, wrapped by accelerate or not: the attribute `model`, and all else that is trained.
         optimizers: in the order in which they are saved.
         ema: the average of the model's weights, or None.
         scaler: the gradient scaler of fp16, or None.
@@ -57,7 +57,10 @@ class TrainingState:
     scaler: torch.amp.GradScaler | None = None
 
     def snapshot(self) -> Snapshot:
-        """Copy the state. The main process has what is not sharded; on a GPU the copies go through pinned memory."""
+        """Copy the state to main memory, from a GPU to pinned memory.
+
+        Each process copies its shards; the main process alone copies tensors that are not sharded.
+        """
         weights = {WRAPPED.sub("", name): tensor for name, tensor in _once(self.task).items()}
         files: dict[str, dict] = {WEIGHTS: {}, AUXILIARY: {}, OPTIMIZER: {}}
         for name, tensor in weights.items():
@@ -88,40 +91,43 @@ class TrainingState:
             if written:
                 taken[file] = written
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # copies to pinned memory have only been begun
+            torch.accelerator.synchronize()  # copies to pinned memory are asynchronous
         scaler = None
         if self.scaler:
             scaler = self.scaler.state_dict()
         return Snapshot(taken, dict(optimizers=optimizers, scaler=scaler))
 
     def check_options(self, name: str) -> None:
-        """Raise ValueError for an optimiser, called `name`, whose options no checkpoint can hold."""
+        """Raise ValueError, naming the optimiser as `name`, if one of its options cannot be stored as JSON."""
         for optimizer in self.optimizers:
-            for name_of_value, value in _plain_values(_flat_state(optimizer, "")).items():
+            for path, value in _plain_values(_flat_state(optimizer, "")).items():
                 try:
                     json.dumps(value)
                 except (TypeError, ValueError):
-                    option = name_of_value.rpartition("/")[2]
+                    option = path.rpartition("/")[2]
                     problem = f"its option {option} is {value!r}, a {type(value).__name__}"
                     raise ValueError(f"optim.name {name!r} cannot be saved: {problem}") from None
 
     def restore(self, folder: Path, say: Callable[[str], None] = print) -> None:
-        """Load a checkpoint, of any number of processes; refuse that of another model, or of other optimisers."""
+        """Load a checkpoint that any number of processes wrote.
+
+        Raise ValueError for the checkpoint of another model, or of other optimisers.
+        """
         record = json.loads((folder / RECORD).read_text())
         try:
             files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
             stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}
             stored |= {name: (files[AUXILIARY], name) for name in files[AUXILIARY].shapes}
             _load(self.task, stored)
-            for number, (optimizer, began) in enumerate(
+            for number, (optimizer, saved) in enumerate(
                 zip(self.optimizers, record["optimizers"], strict=True)
             ):
-                if began["parameters"] != self._parameters(optimizer):
+                if saved["parameters"] != self._parameters(optimizer):
                     raise ValueError(
                         f"optimiser {number} has other parameters, or the same in another order"
                     )
                 optimizer.load_state_dict(
-                    _optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", began["plain"])
+                    _optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", saved["plain"])
                 )
             if self.scaler and record["scaler"]:
                 self.scaler.load_state_dict(record["scaler"])
@@ -130,7 +136,7 @@ class TrainingState:
             elif self.ema:
                 say(f"{folder} has no EMA; it starts from the weights of that step")
                 self.ema.set(getattr(self.task, "module", self.task).model)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a RuntimeError too, but not the checkpoint's fault
             raise
         except (
             RuntimeError,
@@ -145,6 +151,7 @@ class TrainingState:
             raise ValueError(f"{checkpoint}, {problem}") from error
 
     def _parameters(self, optimizer) -> list[str]:
+        """Return the names of an optimiser's parameters, in its order."""
         names = {p: WRAPPED.sub("", name) for name, p in self.task.named_parameters()}
         return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
@@ -152,9 +159,9 @@ class TrainingState:
 def export_weights(
     module: nn.Module, path: Path, metadata: dict[str, object], write: bool = True
 ) -> None:
-    """Write a module's weights as one safetensors file, whole or not at all; metadata is stored as JSON.
+    """Write a module's weights and, as JSON, `metadata` to one safetensors file, whole or not at all.
 
-    With FSDP every process calls it, as shards are gathered tensor by tensor; one of them says `write`.
+    With FSDP every process calls it, because shards are gathered tensor by tensor; `write` is true on one process.
     """
     tied = _tied(module)
     tensors = {}
@@ -166,7 +173,10 @@ def export_weights(
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
-    """Return the first name of a tied parameter by its other names: it is stored once, as in transformers' files."""
+    """Map every further name of a tied parameter to its first name, under which alone it is stored.
+
+    transformers also stores a tied parameter once.
+    """
     first: dict[nn.Parameter, str] = {}
     tied = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -178,29 +188,32 @@ def _tied(module: nn.Module) -> dict[str, str]:
 
 
 def _once(module: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict with tied tensors under their first name alone."""
+    """Return a state dict that has tied tensors under their first name only."""
     tied = _tied(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
 
 
 def _shard(tensor: DTensor) -> tuple[int, int, bool]:
-    """Return the number of this process's rows among so many parts, and whether it is the first to hold them."""
+    """Return the index of this process's shard, the number of shards, and whether this process writes the shard.
+
+    With HSDP several processes hold the same shard; the first of them writes it.
+    """
     mesh = tensor.device_mesh
     dimensions = list(zip(mesh.get_coordinate(), mesh.shape, tensor.placements))
-    # FSDP2 shards rows, over one dimension of the mesh.
-    ((number, count),) = [
+    # FSDP2 shards dimension 0, the rows, over one dimension of the mesh.
+    ((index, count),) = [
         (coordinate, size)
         for coordinate, size, placement in dimensions
         if placement.is_shard(dim=0)
     ]
-    copies = [coordinate for coordinate, _, placement in dimensions if placement.is_replicate()]
-    return number, count, not any(copies)
+    replicas = [coordinate for coordinate, _, placement in dimensions if placement.is_replicate()]
+    return index, count, not any(replicas)
 
 
 def _local_copy(tensor: Tensor) -> Tensor | None:
-    """Copy what this process writes of a tensor to main memory; None: nothing."""
+    """Copy the part of a tensor that this process writes to main memory; return None if it writes no part."""
     if isinstance(tensor, DTensor):
-        writes = _shard(tensor)[2]
+        _, _, writes = _shard(tensor)
         local = tensor.to_local()
     else:
         writes = PartialState().is_main_process
@@ -212,7 +225,12 @@ def _local_copy(tensor: Tensor) -> Tensor | None:
 
 
 def _load(module: nn.Module, stored: dict[str, tuple[TensorFiles, str]]) -> None:
-    """Load a state dict from tensors in files, by name; a tensor that the module lacks is refused."""
+    """Load a module's tensors from files; raise RuntimeError for a tensor that is missing or that the module lacks.
+
+    Args:
+        module: the module, wrapped or not.
+        stored: file, and name in the file, by name in the unwrapped module.
+    """
     tied = _tied(module)
     state = {}
     read = set()
@@ -222,20 +240,20 @@ def _load(module: nn.Module, stored: dict[str, tuple[TensorFiles, str]]) -> None
             file, stored_name = stored[first]
             state[name] = _read(file, stored_name, now)
             read.add(first)
-    # torch's message names tensors without a place in the module.
+    # load_state_dict refuses these, and its message names them.
     unexpected = {name: torch.empty(0) for name in stored.keys() - read}
     module.load_state_dict(state | unexpected)
 
 
 def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
-    """Read a tensor, sharded as `like` if that has its shape."""
+    """Read a tensor; if `like` is sharded and has the same shape, read this process's rows and shard it alike."""
     shape = file.shapes[name]
     if not isinstance(like, DTensor) or like.shape != shape:
         return file.read(name)
-    number, count, _ = _shard(like)
-    each = -(-shape[0] // count)
-    start = min(number * each, shape[0])
-    stop = min((number + 1) * each, shape[0])
+    index, count, _ = _shard(like)
+    rows_per_shard = -(-shape[0] // count)  # rounded up
+    start = min(index * rows_per_shard, shape[0])
+    stop = min((index + 1) * rows_per_shard, shape[0])
     rows = file.rows(name, start, stop).to(like.device)
     return DTensor.from_local(
         rows,
@@ -248,7 +266,10 @@ def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
 
 
 def _flat_state(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Any]:
-    """Return the values of an optimiser's state dict by name: PREFIX"PARAMETER/KEY" or, for options, PREFIX"groupN/KEY"."""
+    """Flatten an optimiser's state dict.
+
+    A parameter's state has names PREFIX + "INDEX/KEY", the options of a group have names PREFIX + "groupN/KEY".
+    """
     state = optimizer.state_dict()
     groups = {f"group{i}": group for i, group in enumerate(state["param_groups"])}
     return {
@@ -259,7 +280,7 @@ def _flat_state(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Any]
 
 
 def _plain_values(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return what is no tensor of a `_flat_state`, for JSON: of a torch.dtype its name."""
+    """Return the values of a `_flat_state` that are not tensors, for JSON; a torch.dtype becomes its name."""
     plain = {}
     for name, value in flat.items():
         if isinstance(value, torch.dtype):
@@ -270,7 +291,7 @@ def _plain_values(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(value: Any, like: Any) -> Any:
-    """Return a plain value of a checkpoint in the type of `like`, the optimiser's present value."""
+    """Convert a checkpoint's plain value to the type of `like`, the optimiser's present value."""
     if isinstance(like, tuple):  # such as betas
         return tuple(value)
     if isinstance(like, torch.dtype):
@@ -279,7 +300,7 @@ def _from_json(value: Any, like: Any) -> Any:
 
 
 def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: dict[str, Any]) -> dict:
-    """Put an optimiser's state dict together from tensors, and from `plain` values that are no tensors."""
+    """Build an optimiser's state dict from the tensors of a file and from `plain` values; undoes `_flat_state`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parts: dict[str, dict] = defaultdict(dict)
     for name in file.shapes:

@@ -1,4 +1,4 @@
-"""From `--config FILE` and `--key.sub value` to a configuration, with one-line messages; and --help."""
+"""Read `--config FILE` and `--section.key value` into a configuration, with one-line messages; write --help."""
 
 import json
 import os
@@ -31,14 +31,16 @@ from moh_vision.engine.keys import (
 )
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
-MAX_BYTES = 2**20  # of a configuration
-MAX_DEPTH = 20  # of values inside values, and of files upon files
-KEY_WIDTH = 32  # of the column of keys in --help; behind a longer key the text has its own line
+MAX_BYTES = 2**20  # largest size of a configuration file
+# Deepest nesting of values in values, and longest chain of files of which each is the base of the one before.
+MAX_DEPTH = 20
+# Width of the column of keys in --help. The text of a longer key begins on the next line.
+KEY_WIDTH = 32
 
 
 @dataclass
 class _Asked(Section):
-    """What every script takes."""
+    """Options of every script that are not keys of a configuration."""
 
     config: str = key("", kept=False)
     """YAML file, or a configuration of the package such as cls/NAME; options override it. `base: FILE` in it names another
@@ -50,12 +52,12 @@ class _Asked(Section):
 
 
 class SavedConfig(NamedTuple):
-    """The config.yaml of a run, read once for all who need it.
+    """The config.yaml of a run, which is read once and then passed around.
 
     Attributes:
-        file: where it is.
-        text: as it is written.
-        values: of the text; a mapping, if it is as a run writes it.
+        file: path of the file.
+        text: text of the file.
+        values: the values that the text holds; a dict, unless somebody has edited the file.
     """
 
     file: Path
@@ -64,12 +66,12 @@ class SavedConfig(NamedTuple):
 
 
 def saved_config(run: Path) -> SavedConfig | None:
-    """Read the config.yaml in a folder; None if there is none."""
+    """Read the config.yaml in a folder; return None if there is none."""
     file = run / CONFIG
     if not file.is_file():
         return None
     _refuse_large(file, str(file))
-    text = file.read_text("utf-8", "surrogateescape")  # YAML refuses broken UTF-8
+    text = file.read_text("utf-8", "surrogateescape")  # `load` refuses broken UTF-8
     return SavedConfig(file, text, load(text, str(file)))
 
 
@@ -78,9 +80,15 @@ def parse_config(
 ) -> Any:
     """Read the command line of a script into a configuration: options override files, later files earlier ones.
 
-    With `config_class.runs`, the configuration of the run in --checkpoint is read without a --config, and keys in files
-    that `config_class` lacks are left out. A key that the other keys leave without effect (see `idle_keys`) is refused.
-    The file `saved` has been read already.
+    Raise ValueError for a key that has no effect beside the other keys, see `idle_keys`. --help and --print_config end
+    the process.
+
+    Args:
+        config_class: class of the configuration. If it has `runs`, it opens a run: without --config the configuration
+            of the run in --checkpoint is read, and keys in files that `config_class` lacks are ignored.
+        argv: the command line without the program; None: that of the process.
+        prog: name of the script.
+        saved: a config.yaml that has been read already, and is not read again.
     """
     keys = keys_of(config_class)
     if argv is None:
@@ -90,8 +98,8 @@ def parse_config(
     for name, value in _options(argv, keys | keys_of(_Asked)):
         if name == "config":
             files.append(value)
-        elif name in keys and isinstance(options.get(name), list):  # a list may be given in parts
-            options[name] = options[name] + value
+        elif name in keys and isinstance(options.get(name), list):
+            options[name] = options[name] + value  # the option was given before; both lists count
         else:
             options[name] = value
     if "help" in options:
@@ -111,10 +119,13 @@ def parse_config(
                 origins[name] = origin
     prints = options.pop("print_config", False)
     given: set[str] = set()
-    for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
-        whole = next((known for known in keys if name.startswith(f"{known}.")), name)
-        values[whole] = _put(values.get(whole), name[len(whole) :].split(".")[1:], value)
-        given.add(whole)
+    for name, value in options.items():
+        # Where an option names an entry of a mapping, such as model.kwargs.NAME, the key is model.kwargs.
+        key_name = next((known for known in keys if name.startswith(f"{known}.")), name)
+        path_inside = name[len(key_name) :].split(".")[1:]
+        values[key_name] = _put(values.get(key_name), path_inside, value)
+        given.add(key_name)
+    # Check the types of values from files here, where the message can name the file.
     for name, origin in origins.items():
         if name not in given:
             keys[name].as_type(values[name], name, f"{origin}: ")
@@ -129,10 +140,10 @@ def parse_config(
 def _file_entries(
     file: str, config_class: type, prog: str, saved: SavedConfig | None
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted key, value, origin) of a file that --config names; `saved` has been read already."""
+    """Return an iterator over (dotted key, value, origin) of a file; see `parse_config` for the arguments."""
     known = keys_of(config_class)
     script = prog
-    if config_class.runs:  # the file may be that of a run of any script, with keys for training
+    if config_class.runs:  # the file may be the configuration of a training run, with its keys
         known = keys_of(config_class.runs) | known
         script = ""
     if saved is not None and Path(file) == saved.file:
@@ -141,7 +152,7 @@ def _file_entries(
 
 
 def _make(config_class: type, values: dict[str, Any]) -> Any:
-    """Make a configuration of values by dotted name."""
+    """Make a configuration from values by dotted name."""
     for name, known in keys_of(config_class).items():
         if known.default is MISSING and values.get(name) is None:
             raise ValueError(f"--{name} is needed: {known.text}")
@@ -153,7 +164,8 @@ def _make(config_class: type, values: dict[str, Any]) -> Any:
             for name, value in values.items()
             if name.startswith(start)
         }
-        if section:  # the defaults are this field's, not its class's
+        if section:
+            # Begin with the field's defaults, which may differ from those of the section's class.
             arguments[f.name] = replace(f.default_factory(), **section)
         elif f.name in values:
             arguments[f.name] = values[f.name]
@@ -163,23 +175,26 @@ def _make(config_class: type, values: dict[str, Any]) -> Any:
 def _without_idle(
     config: Section, values: dict[str, Any], given: set[str], files: str, prog: str
 ) -> Any:
-    """Refuse keys without effect; leave out, and name, those of files that an option made so.
+    """Raise ValueError for a key that has no effect; drop the key instead if a file gives it and an option disables it.
+
+    A printed line names the dropped keys. Values such as false and null are always allowed, and defaults in files too.
 
     Args:
-        config: made of `values`.
-        values: what files and options say, by dotted name.
-        given: names of keys and mappings that options say.
+        config: the configuration, made from `values`.
+        values: values from files and options, by dotted name.
+        given: names of the keys that options give.
         files: the files, for messages.
         prog: the script, for messages.
     """
     left_out: dict[str, str] = {}
-    for name, needed, decide in idle_keys(config):
+    for name, needed, deciding_keys in idle_keys(config):
         value = attrgetter(name)(config)
-        if name not in values or not value:  # off anyway
+        if name not in values or not value:
             continue
         if name not in given and value == keys_of(type(config))[name].default:
             continue
-        if name in given or not given & decide:
+        option_decides = bool(given & deciding_keys)
+        if name in given or not option_decides:
             problem = f"{name} {value!r} needs {needed}, and has no effect otherwise"
             if files and name not in given:
                 problem = f"--config {files}: {problem}"
@@ -194,7 +209,7 @@ def _without_idle(
 
 
 def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of every option; a section's value gives one for each key."""
+    """Yield (name, value) of every option; for an option that names a section, yield each key of its value."""
     mappings = [name for name, known in keys.items() if "mapping" in known.allowed]
     rest = list(argv)
     while rest:
@@ -222,10 +237,14 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
 
 
 def _value(name: str, texts: list[str], known: Key) -> Any:
-    """Return the first reading of the texts that has the key's type: YAML, as they stand, or a list."""
+    """Convert the texts behind an option to the key's type.
+
+    The first reading that fits the type counts. A single text is read as YAML, then as plain text; after that, all
+    texts are read as a list of YAML values, then as a list of plain texts.
+    """
     if name == "help":
         return texts or [""]
-    if not texts and known.hint is bool:  # a switch that stands alone
+    if not texts and known.hint is bool:  # --key alone means true
         return True
     values = [load(text, f"--{name}", text) for text in texts]
     readings: list[Any] = []
@@ -239,28 +258,29 @@ def _value(name: str, texts: list[str], known: Key) -> Any:
         except TypeError:
             pass
     if len(texts) == 1:
-        return values[0]  # the configuration refuses its type, with the key's name
+        return values[0]  # `Section` refuses the type, with a message that names the key
     return _single(name, texts)
 
 
 def _single(name: str, texts: list[str]) -> str:
+    """Return the one text behind an option; raise ValueError if there are more or none."""
     if len(texts) != 1:
         raise ValueError(f'key "{name}": Expected one value. Got {" ".join(texts) or "none"}')
     return texts[0]
 
 
 def _put(earlier: Any, path: list[str], value: Any) -> Any:
-    """Return the value, or the earlier mapping with the value put at a path inside."""
+    """Return a copy of the mapping `earlier` with `value` at a path of nested keys; an empty path gives `value`."""
     if not path:
         return value
-    whole = {}
+    mapping = {}
     if isinstance(earlier, dict):
-        whole = earlier
-    return {**whole, path[0]: _put(whole.get(path[0]), path[1:], value)}
+        mapping = earlier
+    return {**mapping, path[0]: _put(mapping.get(path[0]), path[1:], value)}
 
 
 class WrittenTwice(ValueError):
-    """A key that a text gives two values."""
+    """A YAML text has a key twice in one mapping."""
 
     def __init__(self, name: Any, line: int, first: int):
         before = f"on line {first} already"
@@ -270,7 +290,10 @@ class WrittenTwice(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, a 1e-3 among the numbers; no aliases, and little depth."""
+    """Loads plain values from YAML; refuses aliases, deep nesting and keys that are there twice.
+
+    Unlike for PyYAML, 1e-3 is a number, and no, 1:30 and 2001-01-01 are texts, as in YAML 1.2.
+    """
 
     yaml_implicit_resolvers: dict = {}
     depth = 0
@@ -291,21 +314,21 @@ class _Loader(yaml.SafeLoader):
             name = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(name, Hashable):
-                continue  # PyYAML refuses it below
-            if name in first_lines:  # which YAML forbids; PyYAML keeps the last value alone
+                continue  # super().construct_mapping refuses it
+            if name in first_lines:  # YAML forbids this, but PyYAML silently keeps the last value
                 raise WrittenTwice(name, line, first_lines[name])
             first_lines[name] = line
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would read as something else."""
+    """Dumps plain values; quotes texts that `_Loader` would not read as texts."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 _NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-_PLAIN_FORMS = dict(  # as in YAML 1.2: no, 1:30 and 2001-01-01 are texts
+_PLAIN_FORMS = dict(  # tag -> form of the unquoted values that have it, as in YAML 1.2
     null="~|null|Null|NULL|",
     bool="true|True|TRUE|false|False|FALSE",
     int=r"[-+]?(0|[1-9][0-9]*)",
@@ -316,7 +339,10 @@ for _tag, _form in _PLAIN_FORMS.items():
 
 
 def load(text: str, where: str, otherwise: str | None = None) -> Any:
-    """Return the plain values of a YAML text, else `otherwise` or a ValueError that names `where`."""
+    """Return the plain values of a YAML text.
+
+    If the text is not YAML, return `otherwise`, or without it raise ValueError, which begins with `where`.
+    """
     try:
         return _Loader(text).get_single_data()
     except WrittenTwice as error:
@@ -328,7 +354,7 @@ def load(text: str, where: str, otherwise: str | None = None) -> Any:
 
 
 def load_as(file: Path, text: str) -> Any:
-    """Return the plain values of a text of a .json, .jsonl or YAML file, or a ValueError that names the file."""
+    """Return the plain values in the text of a YAML or JSON file; raise ValueError, naming it, for broken text."""
     if file.suffix == ".yaml":
         return load(text, str(file))
     try:
@@ -338,9 +364,9 @@ def load_as(file: Path, text: str) -> Any:
 
 
 def load_tree(file: Path, option: str = "") -> dict:
-    """Read the keys and values of a YAML file; `option` named it."""
+    """Return the keys and values of a YAML file; messages name `option`, which named the file."""
     where = f"{option} {file}".strip()
-    tree = load(file.read_text("utf-8", "surrogateescape"), where)  # refuses broken UTF-8
+    tree = load(file.read_text("utf-8", "surrogateescape"), where)  # `load` refuses broken UTF-8
     if tree is None:
         raise ValueError(f"{where}: the file is empty; expected keys and values")
     if not isinstance(tree, dict):
@@ -361,15 +387,15 @@ def _read(
     option: str = "--config",
     upon: int = 0,
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted key, value, origin) of a file, those of its base first.
+    """Yield (dotted key, value, origin) of a configuration file, first those of the file that is its base.
 
     Args:
-        name: path of the file, from `folder`, or the name of a configuration of the package.
+        name: path of the file, relative to `folder`, or the name of a configuration of the package.
         keys: known keys by name.
-        prog: script that takes the file; "": any.
-        folder: where a path starts.
-        option: what named the file, for messages.
-        upon: number of files that stand upon this one.
+        prog: the script that reads the file, for the message about a file that another script takes; "": any script.
+        folder: the folder to which paths are relative.
+        option: the option or key that named the file, for messages.
+        upon: number of files of which this one is the base, directly or not.
     """
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (folder / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
@@ -385,6 +411,7 @@ def _read(
 
 
 def _refuse_large(path: Path, where: str) -> None:
+    """Raise ValueError for a file of more than MAX_BYTES."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{where}: {size} bytes, a configuration has at most {MAX_BYTES}")
@@ -393,7 +420,7 @@ def _refuse_large(path: Path, where: str) -> None:
 def _entries(
     tree: dict, path: Path, keys: dict[str, Key], prog: str, upon: int = 0
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted key, value, origin) of the tree in a file, those of its base first; see `_read`."""
+    """Yield (dotted key, value, origin) of `tree`, the values of a file, first those of its base; see `_read`."""
     tree = dict(tree)
     base = tree.pop("base", None)
     if base is not None:
@@ -412,10 +439,10 @@ def _entries(
 
 
 def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; raise ValueError, naming `where`, for a key that is none."""
+    """Yield dotted keys and values of a tree; raise ValueError, which begins with `where`, for an unknown key."""
     found: set[str] = set()
     for name, value in flat(tree, keys):
-        if name in found:  # model.depth beside a section model with depth
+        if name in found:  # for example as "model.depth", and as "depth" in section "model"
             raise ValueError(f"{where}: {name} is there twice; keep one of the two")
         found.add(name)
         if name not in keys:
@@ -435,7 +462,7 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
 
 
 def groups_of(config_class: type) -> list[tuple[str, dict[str, Key]]]:
-    """Return (title, keys by name) of every script's keys, keys outside sections, and each section."""
+    """Return (title, keys by name) of groups of keys: options of every script, keys outside sections, each section."""
     groups: dict[str, dict[str, Key]] = {"": {}}
     for name, known in keys_of(config_class).items():
         groups.setdefault(name.rpartition(".")[0], {})[name] = known
@@ -448,7 +475,7 @@ def groups_of(config_class: type) -> list[tuple[str, dict[str, Key]]]:
 
 
 def default_of(known: Key) -> str:
-    """Return a key's default as YAML; empty for null, and where there is none."""
+    """Return a key's default as YAML, or "" if it is null or if there is none."""
     if known.default is None or known.default is MISSING:
         return ""
     if isinstance(known.default, str):
@@ -457,7 +484,7 @@ def default_of(known: Key) -> str:
 
 
 def help_text(prog: str, config_class: type, names: list[str]) -> str:
-    """Write `--help`: at most two lines of text a key, or the whole text of keys and sections in `names`."""
+    """Return the text of --help: up to two lines of text per key, or the whole text of keys and sections in `names`."""
     words = [word for text in names for word in text.split()]
     if words:
         return _whole_texts(config_class, words)
@@ -474,7 +501,7 @@ def help_text(prog: str, config_class: type, names: list[str]) -> str:
 
 def _whole_texts(config_class: type, words: list[str]) -> str:
     """Return the whole text of the keys and sections that `words` name, with or without dashes."""
-    every = keys_of(_Asked) | keys_of(config_class)
+    all_keys = keys_of(_Asked) | keys_of(config_class)
     texts = []
     for word in words:
         name = word.removeprefix("--").replace("-", "_")
@@ -489,13 +516,16 @@ def _whole_texts(config_class: type, words: list[str]) -> str:
             raise ValueError(f"--help {name}: no such key or section")
         for known_name, known in found:
             head = f"--{known_name} {default_of(known)}"
-            text = f"{known.text} {needs_of(known_name, every)}"
+            text = f"{known.text} {needs_of(known_name, all_keys)}"
             texts.append(f"{head}\n  {known.allowed}\n  {text}".rstrip())
     return "\n\n".join(texts)
 
 
 def _lines(name: str, known: Key, width: int) -> list[str]:
-    """Return the key with its default, then its text, and what leaving it out means."""
+    """Return the lines of --help for a key: its name and default, then the first sentence of its text.
+
+    The part of the text that begins with "left out:" is kept too.
+    """
     head = f"  --{name} {default_of(known)}".rstrip()
     text = re.split(r"(?<=[^.])[.;] |[:;]? *$", known.text)[0].rstrip(".:;")
     left_out = re.search(r"; (left out: .+?)(?=[.;] |[.;]?$)", known.text)

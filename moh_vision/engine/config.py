@@ -1,4 +1,4 @@
-"""The sections of a configuration that scripts share. `command_line` fills them."""
+"""The sections of a configuration that scripts share. `command_line.parse_config` fills them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
 HeadBudgets = float | str | list[tuple[int, int]]  # see ModelConfig
 MAX_SEED = 2**63 - 1
-TRAINS = "train_only!=gates"
+TRAINS = "train_only!=gates"  # need of keys that have no effect if only gates learn
 
-# Not keys of a configuration, but kept in attention.json by `AttentionRecord`; for --allow-change.
+# Settings in attention.json, see `AttentionRecord`. They are not keys, but --allow-change takes their names.
 KEPT_KEYS = ("attention.path", "attention.table")
 
 
@@ -62,7 +62,7 @@ class ModelConfig(Section, section="model"):
             )
 
     def arguments(self) -> dict:
-        """Return timm.create_model's keyword arguments that are set; of a pre-trained model those that it changes."""
+        """Return the keyword arguments of timm.create_model that are set, including those of a conversion."""
         not_arguments = ("name", "kwargs", "pretrained", "convert")
         arguments = {
             name: value
@@ -72,12 +72,15 @@ class ModelConfig(Section, section="model"):
         return {**arguments, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
-        """Return the model's arguments that data and other keys decide; model.kwargs may not differ."""
+        """Return `values`, the model's arguments that data and other keys decide.
+
+        Raise ValueError if model.kwargs gives one of them another value.
+        """
         for name, value in values.items():
-            said = (self.kwargs or {}).get(name, value)
-            if said != value:
+            given = (self.kwargs or {}).get(name, value)
+            if given != value:
                 why = f"the data and other keys make it {value!r}"
-                raise ValueError(f"model.kwargs.{name} {said!r} has no effect: {why}")
+                raise ValueError(f"model.kwargs.{name} {given!r} has no effect: {why}")
         return values
 
 
@@ -178,7 +181,7 @@ class BlockDescentConfig(Section, section="block_descent"):
 
 @dataclass
 class CommonConfig(Section):
-    """What scripts share that open data and a model."""
+    """Keys of all scripts that open data and a model."""
 
     output: str = key("runs/run", free=True, also="out_dir save_dir resume")
     """Folder of the run; the same command run again resumes what is in it."""
@@ -190,7 +193,7 @@ class CommonConfig(Section):
 
 @dataclass(kw_only=True)
 class OpenedConfig(CommonConfig):
-    """What scripts share that open a run."""
+    """Keys of all scripts that open a run."""
 
     checkpoint: str = key(also="ckpt")
     """PATH of a run, its checkpoint, a folder that timm saved, or weights for model.*."""
@@ -198,7 +201,7 @@ class OpenedConfig(CommonConfig):
 
 @dataclass
 class RunConfig(CommonConfig):
-    """What all runs share."""
+    """Keys of all training runs."""
 
     kind: Literal["classification", "diffusion", "text"] = key("")
     """What is trained."""
@@ -261,7 +264,7 @@ class RunConfig(CommonConfig):
                 raise ValueError(f"--allow-change {name}: {unknown_key(name, keys_of(type(self)))}")
 
     def routers(self) -> set[str]:
-        """Return the routers that the model may have; model.pretrained's are unknown here."""
+        """Return the names of the routers that the model may have, for `idle`."""
         raise NotImplementedError
 
     def idle(self) -> Iterator[Idle]:
@@ -277,7 +280,7 @@ class RunConfig(CommonConfig):
             model,
         )
         yield Idle("model.scope", routers - {"dense"}, "a model that routes its heads", model)
-        # A router of a user's own file may be trained with the losses of either paper.
+        # A router that none of these lists names is a user's own: it may use any of the losses.
         yield Idle(
             "balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model
         )
@@ -295,13 +298,13 @@ class RunConfig(CommonConfig):
             )
 
     def moa_weights(self) -> dict:
-        """Return keyword arguments of a `RoutedTask`."""
+        """Return the weights of MoA's losses as keyword arguments of a `RoutedTask`."""
         return dict(moa_balance_weight=self.moa_balance_weight, z_weight=self.z_weight)
 
 
 @dataclass
 class ImageRunConfig(RunConfig):
-    """What runs on images share."""
+    """Keys of all runs that train on images."""
 
     calibrate_images: int = key(0, ge=0, needs="init_from or model.pretrained; data.exact_order")
     """Number of training images that judge the heads of a dense model, so that the strongest ones of each layer become the shared

@@ -1,4 +1,10 @@
-"""Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text."""
+"""Keys of configurations. Each is defined once, as a dataclass field with a string below it, its help text:
+
+    batch_size: int = key(128, ge=1)
+    "Images per step."
+
+Types, limits, refusals, --help and the reference page are all made from these definitions.
+"""
 
 import ast
 import dataclasses
@@ -23,22 +29,25 @@ NUMBERS = dict(
     lt=("below", operator.lt),
     le=("at most", operator.le),
 )
-UNIONS = (typing.Union, types.UnionType)  # Literal[...] | None makes the first
+# `Literal[...] | None` is a typing.Union, `int | None` is a UnionType.
+UNIONS = (typing.Union, types.UnionType)
 
 
 def key(default: Any = MISSING, **options: Any) -> Any:
-    """Return a field of a `Section`. A subclass that repeats a key inherits what it leaves out.
+    """Return a field of a `Section`. If a subclass defines a key again, options that it leaves out are inherited.
 
     Args:
-        default: value where the key is left out; without one the key must be given.
-        gt, ge, lt, le: limits of a number, or of each in a list; or the name of a key of the section.
-        rising: of a pair: the first is not above the second.
-        ends: endings of a path, one of which the path has.
-        needs: what the key has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE
-            is any text; joined by " or ", or by "; " for and. ".KEY" is of the same section.
-        also: what other projects call the key, with or without a section.
-        free: another value does not make a run another run.
-        kept: False: an option of one call, which no file holds and no run remembers.
+        default: value if the key is not given; without a default the key must be given.
+        gt, ge, lt, le: limit of a number, or of each number in a list: a number, or the name of a key of the section.
+        rising: for a pair: the first number is at most the second.
+        ends: for a path: the allowed endings.
+        needs: a condition without which the key has no effect: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE". A * in
+            VALUE matches any text. " or " joins alternatives; "; " joins conditions that must all hold. ".KEY" is a key
+            of the same section.
+        also: names that other projects use for the key, with or without a section.
+        free: whether a run may be resumed with another value.
+        kept: whether configurations are saved with the key. If not, it is an option of a single call, and no file may
+            have it.
     """
     assert set(options) <= {*NUMBERS, "rising", "ends", "needs", "also", "free", "kept"}, options
     if isinstance(default, list):
@@ -47,25 +56,25 @@ def key(default: Any = MISSING, **options: Any) -> Any:
 
 
 class Idle(NamedTuple):
-    """Keys without effect, where no `needs` of a key can tell."""
+    """A condition under which keys have an effect, where `needs` of `key` cannot express it."""
 
-    keys: str  # patterns, with spaces between them
-    has_effect: Any  # whether they have one, as a truth value
-    needs: str  # in words
-    deciding: str  # the keys that decide, with spaces between them
+    keys: str  # patterns of the keys' names, separated by spaces
+    has_effect: Any  # whether the keys have an effect; only its truth value counts
+    needs: str  # the condition in words
+    deciding: str  # names of the keys that the condition depends on, separated by spaces
 
 
 class Key(NamedTuple):
-    """A key as `keys_of` finds it."""
+    """A key of a configuration, as `keys_of` finds it."""
 
-    section_class: type  # the section that it is a field of
-    field: str  # its name there
-    hint: Any  # its type
+    section_class: type  # the `Section` that has the key as a field
+    field: str  # name of the field
+    hint: Any  # type of the field
     default: Any
-    options: dict[str, Any]  # of `key`
+    options: dict[str, Any]  # options of `key`
 
     def as_type(self, value: Any, name: str, where: str = "") -> Any:
-        """Return the value as the key's type, or raise ValueError, naming the key and `where` it stands."""
+        """Return the value in the key's type; if it does not fit, raise ValueError, which begins with `where`."""
         try:
             return as_type(self.hint, value)
         except TypeError:
@@ -76,7 +85,7 @@ class Key(NamedTuple):
             raise ValueError(f'{where}key "{name}": {problem}') from None
 
     def check(self, value: Any, name: str, section: "Section") -> None:
-        """Raise ValueError, naming the key, for a value that is out of its range."""
+        """Raise ValueError, naming the key, if a value is outside of the key's limits."""
         if not self._in_range(value, section):
             allowed = self.limits or "a finite number"
             if value == []:
@@ -88,9 +97,9 @@ class Key(NamedTuple):
         if not all(math.isfinite(number) for number in numbers if type(number) is float):
             return False
         if value == [] and self.default != []:
-            return False
+            return False  # an empty list is allowed only where it is the default
         for _, holds, bound in self.bounds:
-            if isinstance(bound, str):  # another key of the section
+            if isinstance(bound, str):  # the name of another key of the section
                 bound = getattr(section, bound)
             if not all(holds(number, bound) for number in numbers):
                 return False
@@ -102,7 +111,7 @@ class Key(NamedTuple):
 
     @property
     def bounds(self) -> list[tuple[str, Callable, Any]]:
-        """Words, comparison and bound of each limit of its numbers."""
+        """(words, comparison, bound) of each limit of the key's numbers."""
         return [
             (words, holds, self.options[limit])
             for limit, (words, holds) in NUMBERS.items()
@@ -111,10 +120,10 @@ class Key(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Its range in words."""
+        """The key's limits in words."""
         texts = []
         for words, _, bound in self.bounds:
-            if isinstance(bound, str):  # another key of the section
+            if isinstance(bound, str):  # the name of another key of the section
                 bound = f"{self.section_class.section}.{bound}"
             texts.append(f"{words} {bound}")
         if "ends" in self.options:
@@ -126,16 +135,17 @@ class Key(NamedTuple):
 
     @property
     def allowed(self) -> str:
-        """Its type and its range in words."""
+        """The key's type and limits in words."""
         return ", ".join(filter(None, (words_of(self.hint), self.limits)))
 
     @property
     def text(self) -> str:
-        """The text below it in the section."""
+        """The key's help text, which is the string below its definition."""
         return texts_of(self.section_class).get(self.field, "")
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
+    """Yield the numbers in a value, also in nested lists."""
     if isinstance(value, (list, tuple)):
         for inner in value:
             yield from _numbers(inner)
@@ -145,21 +155,22 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 @dataclass
 class Section:
-    """Keys that belong together; however a section is made, they have their types and are in their ranges."""
+    """Keys that belong together. Making a section converts its values to the keys' types, and checks their limits."""
 
-    # A subclass sets them: class DataConfig(Section, section="data").
-    section: ClassVar[str] = ""  # its name
-    needs: ClassVar[str] = ""  # what all keys need
-    free: ClassVar[bool] = False  # whether all keys are
-    runs: ClassVar[type | None] = None  # configuration of the runs for its key checkpoint
+    # A subclass sets these in its class statement: class DataConfig(Section, section="data").
+    section: ClassVar[str] = ""  # name of the section
+    needs: ClassVar[str] = ""  # `needs` of `key`, for all keys of the section
+    free: ClassVar[bool] = False  # `free` of `key`, for all keys of the section
+    runs: ClassVar[type | None] = None  # configuration class of the runs that --checkpoint names
 
-    given: ClassVar[frozenset[str]] = frozenset()  # options on the command line
+    given: ClassVar[frozenset[str]] = frozenset()  # keys that the command line gives
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         for name, value in arguments.items():
             setattr(cls, name, value)
 
     def __post_init__(self):
+        # Sections inside this one have converted and checked their own keys already.
         named = {
             f"{self.section}.{key.field}".strip("."): key
             for key in keys_of(type(self)).values()
@@ -175,19 +186,19 @@ class Section:
         """Raise ValueError for keys that contradict each other."""
 
     def idle(self) -> Iterator[Idle]:
-        """Yield what no `needs` can tell."""
+        """Yield the conditions under which keys have an effect, where `needs` of `key` cannot express them."""
         return iter(())
 
     def tree(self) -> dict:
-        """Return the configuration as nested plain values, as it is saved."""
+        """Return the configuration as nested plain values, in the form that config.yaml has."""
         keys = keys_of(type(self))
-        of_a_call = {name for name, key in keys.items() if not key.options["kept"]}
+        not_kept = {name for name, key in keys.items() if not key.options["kept"]}
         values = dataclasses.asdict(self).items()
-        return plain({name: value for name, value in values if name not in of_a_call})
+        return plain({name: value for name, value in values if name not in not_kept})
 
 
 def plain(value: Any) -> Any:
-    """Return the same value with lists for tuples."""
+    """Return a value with every tuple turned into a list, also inside dicts and lists."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -197,14 +208,20 @@ def plain(value: Any) -> Any:
 
 @functools.cache
 def keys_of(section_class: type) -> dict[str, Key]:
-    """Return every key of a configuration or section by its dotted name."""
+    """Return all keys of a configuration or section by their dotted names, such as "optim.lr"."""
     return dict(_fields(section_class, ""))
 
 
 def _fields(
     section_class: type, prefix: str, defaults: Section | None = None
 ) -> Iterator[tuple[str, Key]]:
-    """Yield (dotted name, key); the field of a configuration may give its section other `defaults`."""
+    """Yield (dotted name, key) of a section and of the sections in it.
+
+    Args:
+        section_class: the section.
+        prefix: what the dotted names begin with.
+        defaults: the section as the configuration makes it, whose values may differ from those of the section's class.
+    """
     hints = typing.get_type_hints(section_class)
     for f in dataclasses.fields(section_class):
         hint = hints[f.name]
@@ -216,8 +233,8 @@ def _fields(
         for base in reversed(section_class.__mro__):
             options.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
         needs = [*section_class.needs.split("; "), *options.get("needs", "").split("; ")]
-        # A key does not need itself.
         named = [re.sub(r"(?<!\w)\.(?=\w)", prefix, need) for need in filter(None, needs)]
+        # `needs` of a whole section may name one of its keys, which does not need itself.
         options["needs"] = [need for need in named if name not in deciding(need)]
         if defaults is not None:
             default = getattr(defaults, f.name)
@@ -230,7 +247,7 @@ def _fields(
 
 @functools.cache
 def texts_of(section_class: type) -> dict[str, str]:
-    """Return the strings below the keys of a section, by the names of their fields."""
+    """Return the help texts of a section's keys by field: the strings below the fields in the source code."""
     texts: dict[str, str] = {}
     sections = [base for base in section_class.__mro__ if issubclass(base, Section)]
     for base in reversed(sections):
@@ -242,18 +259,19 @@ def texts_of(section_class: type) -> dict[str, str]:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """Return the value, lists as tuples and whole numbers as floats if the type says so; or TypeError."""
+    """Return a value in the type `hint`, turning lists into tuples and ints into floats, or raise TypeError."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if origin in UNIONS:
-        # First the alternative that needs no conversion.
+        # Try the alternative first that needs no conversion.
         for alternative in sorted(inner, key=lambda hint: hint is not type(value)):
             try:
                 return as_type(alternative, value)
             except TypeError:
                 pass
     elif origin is typing.Literal:
-        if any(value == one and type(value) is type(one) for one in inner):  # True == 1
+        # Compare types too, because True == 1.
+        if any(value == one and type(value) is type(one) for one in inner):
             return value
     elif origin is tuple:
         if isinstance(value, (list, tuple)) and len(value) == len(inner):
@@ -272,7 +290,7 @@ def as_type(hint: Any, value: Any) -> Any:
 
 
 def words_of(hint: Any) -> str:
-    """Return a type for people: a Literal's allowed values, `or null` for an Optional."""
+    """Return a type in words: a Literal's allowed values, "or null" for an optional type."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if origin in UNIONS:
@@ -288,7 +306,7 @@ def words_of(hint: Any) -> str:
 
 
 def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield (key, what it needs, the keys that decide) for keys that other keys leave without effect."""
+    """Yield (name, condition in words, names of the deciding keys) for each key that has no effect in `config`."""
     keys = keys_of(type(config))
     values = {name: operator.attrgetter(name)(config) for name in keys}
     for name, key in keys.items():
@@ -306,15 +324,16 @@ def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
 class Condition(NamedTuple):
     """One alternative of a need: "KEY", "not KEY", "KEY=PATTERN" or "KEY!=PATTERN"."""
 
-    negated: str
-    name: str
-    sign: str
+    negated: str  # "not " or ""
+    name: str  # of the key
+    sign: str  # "=", "!=" or ""
     pattern: str
 
     def holds(self, values: dict[str, Any]) -> bool:
-        """Return whether values by key meet it."""
+        """Return whether the condition holds for `values` by key."""
         value = values.get(self.name)
         if not self.sign:
+            # "KEY" holds for a true value, "not KEY" for a false one.
             return bool(value) != bool(self.negated)
         text = str(value)
         if value is None:
@@ -324,7 +343,7 @@ class Condition(NamedTuple):
         return fnmatch.fnmatchcase(text, self.pattern) == (self.sign == "=")
 
     def words(self, keys: dict[str, Key]) -> str:
-        """Return it in words."""
+        """Return the condition in words."""
         if self.sign == "=":
             return f"{self.name} {self.pattern}".replace(" null", " left out")
         if self.sign == "!=":
@@ -343,7 +362,7 @@ class Condition(NamedTuple):
 
 
 def conditions(need: str) -> list[Condition]:
-    """Return the alternatives of a need."""
+    """Parse a need into its alternatives."""
     return [
         Condition(*re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", text).groups(""))
         for text in need.split(" or ")
@@ -351,7 +370,7 @@ def conditions(need: str) -> list[Condition]:
 
 
 def deciding(need: str) -> set[str]:
-    """Return the keys in a need."""
+    """Return the names of the keys that a need depends on."""
     return {condition.name for condition in conditions(need)}
 
 
@@ -368,7 +387,10 @@ def _in_words(need: str, keys: dict[str, Key]) -> str:
 
 
 def changed_keys(old: dict, new: Section, allowed: Iterable[str]) -> list[str]:
-    """Return keys, with both values, that differ from a saved configuration's and may not."""
+    """Return "KEY: OLD -> NEW" for each key whose value differs from a saved configuration's but must not.
+
+    A key may differ if it is free, in `allowed`, or without effect.
+    """
     keys = keys_of(type(new))
     before = dict(flat(old, keys))
     now = dict(flat(new.tree(), keys))
@@ -383,7 +405,7 @@ def changed_keys(old: dict, new: Section, allowed: Iterable[str]) -> list[str]:
 
 
 def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of nested sections; mappings are values of keys, or hold keys."""
+    """Yield (dotted name, value) from nested dicts. A dict is a section, or the value of a key that takes a mapping."""
     for short, value in tree.items():
         name = f"{prefix}{short}"
         is_section = name not in keys and any(known.startswith(f"{name}.") for known in keys)
@@ -394,17 +416,17 @@ def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[st
 
 
 def unknown_key(name: str, keys: dict[str, Key]) -> str:
-    """Return the message for a name that is no key, with the one that it may mean."""
+    """Return the message for a name that is not a key; it suggests the key that was probably meant."""
     known = list(keys)
     if "." not in name:
         known += dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
-    # What other projects call a key, with or without its section.
+    # First choice: a key that other projects call by this name, with or without a section.
     near = [
         known_name
         for known_name, key in keys.items()
         if {name, name.partition(".")[2]} & set(key.options.get("also", "").split())
     ]
-    # Else a right name without its section, or under a wrong one.
+    # Second choice: a key of this name in some section, which was left out or is wrong.
     leaf = name.rpartition(".")[2]
     same = [known_name for known_name in known if known_name.rpartition(".")[2] == leaf]
     if not near and "." not in name:

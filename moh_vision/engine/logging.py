@@ -1,4 +1,4 @@
-"""What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a bar or plain lines, and its files."""
+"""What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a progress bar or lines, result files."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from moh_vision.common.io import __version__, write_whole
 from moh_vision.common.progress import Progress, say
 
-UNITS = dict(images="img", tokens="tok")  # as the log shows them
+UNITS = dict(images="img", tokens="tok")  # abbreviations for the screen
 PACKAGES = (
     "torch",
     "torchvision",
@@ -36,14 +36,14 @@ PACKAGES = (
     "transformers",
     "torch-fidelity",
 )
-NEXT = {  # what to type after a run, behind "python -m moh_vision", by its wing
+NEXT = {  # commands to suggest after a run, by its wing; each follows "python -m moh_vision"
     "classification": (".classification.validate --checkpoint {run}", " predict {run} IMAGES"),
     "diffusion": (
         ".diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
     ),
     "text": (" publish {run} --output FOLDER", " table {run}"),
 }
-OF_FILES = {  # and where the run has such a file
+OF_FILES = {  # further commands to suggest if the run's folder has the file
     "config.yaml": " report {run} --output report.html",
     "head_load.json": " head-load {run} --output heads.png",
     "gates.md": " gates {run} --output gates.png",
@@ -53,20 +53,32 @@ FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun
 
 @dataclass
 class RunLog:
-    """Logs a run to metrics.jsonl, a tracker and the screen."""
+    """Logs a run to metrics.jsonl, a tracker and the screen.
 
-    path: Path  # of metrics.jsonl; its lines of more than `start` steps are dropped
+    Args:
+        path: path of metrics.jsonl. Entries of later steps than `start` are dropped: the run does these steps again.
+        start: number of steps done before.
+        total: number of steps of the whole run.
+        enabled: whether this is the main process; others log nothing.
+        title: title of the run on the screen.
+        tracker: what `open_tracker` returned.
+        unit: what the rate counts, a key of UNITS.
+        ends_with_validation: whether the run validates after its last step. If it is resumed there, it validates again.
+    """
+
+    path: Path
     start: int
     total: int
-    enabled: bool  # on the main process
+    enabled: bool
     title: str
     tracker: Any = None
     unit: str = "images"
-    ends_with_validation: bool = True  # a run at its end does its last one again
+    ends_with_validation: bool = True
 
     def __post_init__(self):
         self.pause()
-        self.warm = 0.0  # end of this process's first step, which compiles and fills caches
+        # End of this process's first step, which compiles and fills caches; 0 before.
+        self.warm = 0.0
         if self.enabled:
             kept = [entry for entry in logged(self.path) if self._stays(entry)]
             write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
@@ -83,23 +95,23 @@ class RunLog:
         )
 
     def _stays(self, entry: dict) -> bool:
-        """Whether an entry of the log is of a step that this start of the run does not do again."""
+        """Return whether an entry of the log stays: whether it is about work that this process will not do again."""
         finished = self.start == self.total and self.ends_with_validation
         if finished and "validation" in entry:
             return entry["step"] < self.start
         return entry["step"] <= self.start
 
     def step(self, count: int) -> None:
-        """Count a step of so many images or tokens."""
+        """Count a step with `count` images or tokens."""
         self.count += count
         self.steps += 1
-        if not self.warm:
+        if not self.warm:  # the first step is left out of the estimate of the time left
             self.warm = time.monotonic()
             self.steps = 0
         self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
-        """Write a line {"step": step, **values}, and show `show`, the rate and peak memory."""
+        """Write the entry {"step": step, **values}; print the text `show`, the rate, peak memory and the time left."""
         now = time.monotonic()
         rate = self.count / max(now - self.since, 1e-9)
         memory = peak_memory_mib()
@@ -116,22 +128,22 @@ class RunLog:
             done = f"{self.title} {step}/{self.total}"
             self.say(f"{done}: {show}, {speed}, peak {memory:.0f} MiB{remaining}")
             return
-        # What matters most comes first: a narrow terminal cuts the end.
+        # Put the loss and the rate first: a narrow terminal cuts the end off.
         loss, comma, more = show.partition(", ")
         self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{comma}{more}")
 
     def event(self, step: int, values: dict, show: str) -> None:
-        """Log a validation or the like in metrics.jsonl and on the screen."""
+        """Log an event such as a validation in metrics.jsonl, and print the text `show`."""
         self._write(step, values)
         self.say(show)
 
     def stopped(self, done: int, signum: int) -> None:
-        """Say that a signal ended the run after `done` steps, which are saved."""
+        """Print that a signal ended the run after `done` steps, which are saved."""
         name = signal.Signals(signum).name
         self.say(f"{name}: stopped after {done} steps, which are saved; the same command goes on")
 
     def pictures(self, step: int, name: str, images: torch.Tensor) -> None:
-        """Hand images [N, C, h, w] uint8 to the tracker."""
+        """Log images [N, C, h, w] uint8 in the tracker, if there is one."""
         if not self.tracker:
             return
         layout = {}
@@ -140,7 +152,7 @@ class RunLog:
         self.tracker.log_images({name: images.permute(0, 2, 3, 1).numpy()}, step=step, **layout)
 
     def _write(self, step: int, values: dict) -> None:
-        plain, _ = without_nan(values)  # such as the loss of a skipped step
+        plain, _ = without_nan(values)  # the loss of a skipped step may be NaN
         self.file.write(json.dumps({"step": step, **plain}) + "\n")
         if self.tracker:
             self.tracker.log(numbers(plain), step=step)
@@ -150,12 +162,12 @@ class RunLog:
             say(text)
 
     def progress(self, batches, title: str):
-        """Yield batches with a `Progress` of their own, for work beside training."""
+        """Return an iterator over batches that shows a `Progress` of its own, for work other than training."""
         return Progress.over(batches, title, enabled=self.enabled)
 
     def pause(self) -> None:
-        """Start counting and timing anew; call it after work that is not training."""
-        self.count = 0  # images or tokens since then
+        """Restart the rate's counts and clock; call it after work that is not training."""
+        self.count = 0  # images or tokens since `self.since`
         self.steps = 0
         self.since = time.monotonic()
 
@@ -167,7 +179,7 @@ class RunLog:
 
 
 def check_tracker(name: str | None) -> None:
-    """Raise ValueError if the package is not installed."""
+    """Raise ValueError if the tracker's package is not installed."""
     if name is not None and find_spec(name) is None:
         raise ValueError(
             f"tracker {name}: the package is not installed (pip install {name}); or leave tracker out"
@@ -175,23 +187,24 @@ def check_tracker(name: str | None) -> None:
 
 
 def open_tracker(name: str | None, run: Path, start: int, title: str, config: dict, enabled: bool):
-    """Open accelerate's tracker for a run; None without a name, or if not `enabled`.
+    """Return accelerate's tracker for a run, started; None without a name, or if not `enabled`.
 
     Args:
         name: "tensorboard" or "wandb"; None: no tracker.
         run: the run's folder.
-        start: steps that are done; what an interrupted run logged after them is dropped, where the tracker can.
-        title: project of wandb.
+        start: number of steps done. tensorboard drops what an interrupted run logged after them; wandb cannot.
+        title: name of the project in wandb.
         config: the run's configuration, which wandb shows.
         enabled: whether this is the main process.
     """
     if name is None or not enabled:
         return None
-    if name == "tensorboard":  # without what an interrupted run wrote after `start` steps
+    if name == "tensorboard":
         tracker = TensorBoardTracker("tensorboard", run, purge_step=start + 1)
-    else:  # a run resumes under its id
-        which = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
-        tracker = WandBTracker(title, dir=str(run), name=run.name, id=which, resume="allow")
+    else:
+        # wandb resumes a run by its id, which is the same for the same folder.
+        run_id = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
+        tracker = WandBTracker(title, dir=str(run), name=run.name, id=run_id, resume="allow")
     tracker.start()
     if name == "wandb":
         tracker.store_init_configuration(config)
@@ -199,7 +212,7 @@ def open_tracker(name: str | None, run: Path, start: int, title: str, config: di
 
 
 def numbers(values: dict, prefix: str = "") -> dict:
-    """Flatten {"a": 1, "b": {"c": 2.0}, "d": [...]} to {"a": 1, "b/c": 2.0}."""
+    """Return the numbers in nested dicts as one dict: {"a": 1, "b": {"c": 2.0}, "d": [...]} -> {"a": 1, "b/c": 2.0}."""
     result = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -210,7 +223,7 @@ def numbers(values: dict, prefix: str = "") -> dict:
 
 
 def logged(metrics: Path) -> Iterator[dict]:
-    """Yield the entries of metrics.jsonl, without torn lines; raise ValueError, naming the file, if it is no log."""
+    """Yield the entries of metrics.jsonl, without torn lines; raise ValueError, naming the file, if it is not a log."""
     if not metrics.exists():
         return
     remedy = "move the file away to go on without it"
@@ -229,7 +242,7 @@ def logged(metrics: Path) -> Iterator[dict]:
 
 
 def record_start(folder: Path, **start) -> None:
-    """Append a start of a run to FOLDER/environment.jsonl: `start`, date, and what else decides its numbers."""
+    """Append an entry for a start of a run to FOLDER/environment.jsonl: `start`, date, commit, versions and cores."""
     start["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     start["commit"] = commit(Path(__file__).parents[2])
     start["versions"] = versions()
@@ -242,16 +255,16 @@ def record_start(folder: Path, **start) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return versions of this package and of those that its numbers depend on."""
-    numbers = {"moh_vision": __version__}
+    """Return versions of this package and of the packages that affect its results."""
+    found = {"moh_vision": __version__}
     for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # of an extra
-            numbers[name] = version(name)
-    return numbers
+        with contextlib.suppress(PackageNotFoundError):  # an extra may not be installed
+            found[name] = version(name)
+    return found
 
 
 def commit(clone: Path) -> str | None:
-    """Return the commit of a clone, with "-dirty" if tracked files differ; else None."""
+    """Return the commit of a git clone, with "-dirty" if tracked files have changed; None if it is not a clone."""
     git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
     words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -262,7 +275,7 @@ def commit(clone: Path) -> str | None:
 
 
 def ending(wing: str, run: Path, objective: str | None = None) -> str:
-    """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
+    """Return the last lines that a run prints: its files, and commands to run next. Diffusion gives its `objective`."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
     commands = list(NEXT[wing])
@@ -272,8 +285,8 @@ def ending(wing: str, run: Path, objective: str | None = None) -> str:
 
 
 def without_nan(values: dict) -> tuple[dict, list[str]]:
-    """Replace NaN and infinity, which JSON lacks, by None; also return names of those replaced."""
-    replaced = {}  # a dict keeps the order, and each name once
+    """Return values with None for NaN and infinity, which JSON lacks, and the names of the replaced values."""
+    replaced = {}  # used as an ordered set of names
 
     def plain(value, name: str):
         if isinstance(value, dict):
@@ -292,7 +305,7 @@ def without_nan(values: dict) -> tuple[dict, list[str]]:
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Write numbers to a JSON file, whole or not at all; NaN and infinity become null, with a line."""
+    """Write values to a JSON file, whole or not at all; NaN and infinity become null, and a line says so."""
     values, replaced = without_nan(values)
     write_whole(path, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if replaced:
@@ -300,7 +313,7 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Return PyTorch's peak memory on the GPU, else resident memory, libraries included."""
+    """Return PyTorch's peak memory on the GPU; without one, the process's peak resident memory, libraries included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

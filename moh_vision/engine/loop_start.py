@@ -1,4 +1,4 @@
-"""From the open folder of a run to its `TrainingLoop`: the task is wrapped, a checkpoint restored, the log opened."""
+"""Make a run's `TrainingLoop`: wrap the task, restore the checkpoint, open the log."""
 
 from functools import partial
 from pathlib import Path
@@ -38,19 +38,19 @@ def start_loop(  # noqa: PLR0913
     unreadable=None,
     **log_options,
 ) -> TrainingLoop:
-    """Wrap the task, restore the checkpoint that the run goes on from, and open the log.
+    """Wrap the task, restore the checkpoint that the run resumes from, open the log; return the training loop.
 
     Args:
-        setup, span, folder: the first half of the run, see `RunSetup`.
-        descent: made of what is trained.
-        task: the model, which is its attribute `model`, with its losses; its forward returns a dict with "loss".
-        optimizer: of the model's parameters.
-        metadata: what exported weights have beside the configuration: of which model they are.
-        title: of the run, for its log.
-        schedule: arguments of `learning_rate` beyond config.optim.
-        ema: how weights are averaged; None: they are not.
+        setup, span, folder: the set-up of the run, see `RunSetup`.
+        descent: a `BlockDescent` of the model.
+        task: a module with the model as its attribute `model`; its forward returns a dict of losses with "loss".
+        optimizer: the optimiser of the model's parameters.
+        metadata: what exported weights store beside the configuration, such as the model's arguments.
+        title: title of the run in its log.
+        schedule: arguments of `learning_rate` that override those from config.optim.
+        ema: how weights are averaged; None: no EMA.
         elastic: an `ElasticBudget`, or None.
-        best: the validation to look for; None: none is kept.
+        best: keeps the best validation score; None: validations are not compared.
         unreadable: a `BadSamples`, or None.
         log_options: see `RunLog`.
     """
@@ -61,9 +61,9 @@ def start_loop(  # noqa: PLR0913
             best = from_first(lambda: best.replay(folder.path, span.start))
     if config.compile:
         task.compile()
-    # Before the model may be sharded: the average is whole on every process.
+    # Make the EMA before the model may be sharded, so that it is whole on every process.
     average = make_ema(task.model, ema, accelerator.device)
-    if average is None:  # a decay of 0
+    if average is None:  # also for a decay of 0
         ema = None
     say_long_average(ema, span)
     rate = make_schedule(config.optim, span, schedule or {})
@@ -109,11 +109,12 @@ def start_loop(  # noqa: PLR0913
 
 
 def make_schedule(optim, span: Span, changes: dict) -> partial:
-    """Return `learning_rate` as a function of the step alone; say if the warm-up takes much of the run.
+    """Return `learning_rate` as a function of the step alone; print a line if the warm-up exceeds a third of the run.
 
     Args:
-        optim: the configuration's section.
-        changes: arguments that differ from that section.
+        optim: section optim of the configuration.
+        span: the steps of the run.
+        changes: arguments of `learning_rate` that override those from `optim`.
     """
     arguments = dict(
         peak=optim.lr,
@@ -121,7 +122,7 @@ def make_schedule(optim, span: Span, changes: dict) -> partial:
         warmup_steps=optim.warmup_steps,
         max_steps=span.stop,
         floor=optim.min_lr,
-        warmup_lr=getattr(optim, "warmup_lr", 0.0),  # missing in some configurations
+        warmup_lr=getattr(optim, "warmup_lr", 0.0),  # not every wing has this key
     )
     rate = partial(learning_rate, **(arguments | changes))
     warmup = rate.keywords["warmup_steps"]
@@ -132,21 +133,21 @@ def make_schedule(optim, span: Span, changes: dict) -> partial:
 
 
 def restore(setup: RunSetup, span: Span, folder: OpenFolder, state: TrainingState) -> None:
-    """Load the checkpoint that a run goes on from, then write the folder's records."""
+    """Load the checkpoint that a run resumes from, then write the folder's records."""
     with setup.errors():
         state.restore(span.checkpoint, say)
         by_main(folder.write_records, setup.accelerator)
-        # The run may have been killed between a checkpoint and its export.
+        # Export again: the run may have been killed between writing this checkpoint and exporting its weights.
         finished = span.start == span.stop
         by_main(lambda: export(folder.path, span.checkpoint, join=finished), setup.accelerator)
     say(f"resuming {folder.path} at step {span.start}")
 
 
 def open_log(setup: RunSetup, span: Span, folder: Path, title: str, **log_options) -> RunLog:
-    """Open metrics.jsonl, and the tracker of the configuration; see `RunLog`."""
+    """Open metrics.jsonl and the configured tracker; see `RunLog`."""
     config = setup.config
     accelerator = setup.accelerator
-    accelerator.wait_for_everyone()  # all have read the log that the main process goes on with
+    accelerator.wait_for_everyone()  # all processes must have read metrics.jsonl before the main one rewrites it
     main = accelerator.is_main_process
     tracker = open_tracker(
         config.tracker, folder, span.start, f"moh_vision {title}", config.tree(), main
@@ -156,7 +157,7 @@ def open_log(setup: RunSetup, span: Span, folder: Path, title: str, **log_option
 
 
 def say_long_average(ema: EmaConfig | None, span: Span) -> None:
-    """Say before step 1 if the run is too short for its EMA, and what to set."""
+    """Print a line if the run is too short for its EMA, with settings that fit."""
     if ema is None or span.start == span.stop:
         return
     left = first_weights_left(ema, span.stop)
@@ -168,12 +169,12 @@ def say_long_average(ema: EmaConfig | None, span: Span) -> None:
 
 
 def say_new_schedule(rate: partial, span: Span, earlier: dict | None, max_steps: int) -> None:
-    """Say how a changed max_steps changes the next step's learning rate, if it does."""
+    """Print a line if a changed max_steps changes the next step's learning rate."""
     before = (earlier or {}).get("max_steps")
     if not isinstance(before, int) or before == max_steps or span.start == max_steps:
         return
     if rate.keywords["max_steps"] != max_steps:
-        return  # the schedule has a length of its own
+        return  # the schedule does not end at max_steps
     as_before = rate(span.start, max_steps=before)
     as_now = rate(span.start)
     if as_before != as_now:

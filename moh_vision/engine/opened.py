@@ -1,4 +1,4 @@
-"""A run that is opened again: its model, data and scores. Every wing has its own subclass."""
+"""What `moh_vision.open_run` returns: a run's model, data and scores. Every wing has a subclass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from moh_vision.engine.accelerator import make_accelerator
 
 
 def refuse_options(options: Sequence[str], why: str) -> None:
-    """Raise ValueError, naming the first, if there are options where none has an effect."""
+    """Raise ValueError if there are options where none has an effect; the message names the first, and says `why`."""
     names = [option for option in options if option.startswith("--")]
     if names:
         raise ValueError(f"{names[0].partition('=')[0]} has no effect: {why}")
@@ -20,23 +20,27 @@ def refuse_options(options: Sequence[str], why: str) -> None:
 
 @dataclass
 class Opened:
-    """What `moh_vision.open_run` returns. Data are opened when they are asked for.
+    """An opened run. Its data are opened on first use.
 
     Attributes:
-        config: the configuration that it was opened with.
-        model: in eval mode, on the CPU until something is computed, or on the given device.
-        metadata: architecture, weights (the file, as printed); of a run also arguments, classes, step, config.
+        config: the configuration with which the run was opened.
+        model: the model in eval mode, on the given device; without one, on the CPU until something is computed.
+        metadata: architecture, and weights (the file, as printed); for a run also arguments, classes, step, config.
+        splits: splits of the data that have been opened, by name.
         kind: "classification", "diffusion" or "text".
+        unit: in what the wing's data are counted.
+        loss_name: what the wing calls its loss.
+        scored_on: a format string that names the data that `scores` uses; {c} is the configuration.
     """
 
     config: Any
     model: nn.Module
     metadata: dict[str, Any]
-    splits: dict[str, Any] = field(default_factory=dict, repr=False)  # those that are open
+    splits: dict[str, Any] = field(default_factory=dict, repr=False)
     kind: ClassVar[str] = ""
-    unit: ClassVar[str] = "images"  # what its data are counted in
+    unit: ClassVar[str] = "images"
     loss_name: ClassVar[str] = ""
-    scored_on: ClassVar[str] = ""  # names what is scored; a format string, {c} is the configuration
+    scored_on: ClassVar[str] = ""
 
     @cached_property
     def accelerator(self):
@@ -48,32 +52,32 @@ class Opened:
         raise NotImplementedError(f"{self.kind}: data")
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
-        """Return batches of `count` evenly spread training samples, and as many between them."""
+        """Return two lists of batches: `count` training samples, evenly spread, and as many from between them."""
         raise NotImplementedError(f"{self.kind}: halves")
 
     def inputs(self, batch: dict) -> Any:
-        """Return the model's arguments in a batch, as `calibrate` of `moh_vision.convert` takes them."""
+        """Return the model's arguments from a batch, in the form that `calibrate` of `moh_vision.convert` takes."""
         raise NotImplementedError(f"{self.kind}: inputs")
 
     def loss(self, batch: dict) -> Tensor:
-        """Return the mean loss of a batch, by the model as it is."""
+        """Return the model's mean loss over the samples of a batch."""
         raise NotImplementedError(f"{self.kind}: loss")
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[dict]) -> float:
-        """Return the mean loss of all samples in some batches."""
+        """Return the model's mean loss over all samples of `batches`."""
         sizes = [len(batch["images"]) for batch in batches]
         losses = [float(self.loss(batch)) for batch in batches]
         return sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
 
     def scores(self) -> dict[str, Any]:
-        """Return scores of the model as it is, such as top1, fid or perplexity."""
+        """Return scores of the model, such as top1, fid or perplexity, with its present weights and head budget."""
         raise NotImplementedError(f"{self.kind}: scores")
 
     def forward(self) -> tuple[Callable[[], Any], int]:
-        """Return one pass of a batch, to be timed, and the size of the batch."""
+        """Return a function that does one forward pass, for timing, and the batch size of the pass."""
         raise NotImplementedError(f"{self.kind}: forward")
 
     def example(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return arguments of a forward of batch 1, of which only the shapes matter."""
+        """Return positional and keyword arguments for a forward with batch size 1; only their shapes matter."""
         raise NotImplementedError(f"{self.kind}: example")

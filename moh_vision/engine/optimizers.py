@@ -1,4 +1,4 @@
-"""Optimisers by their names in timm, with the parameter groups that they need."""
+"""Make optimisers by their names in timm, with the parameter groups that they need."""
 
 import functools
 import inspect
@@ -18,12 +18,12 @@ from torch import nn
 
 from moh_vision.common.errors import closest
 
-# Optimisers of timm that a run cannot use: for GPUs alone (bnb*, fused*); with a second derivative (adahessian); with
-# random numbers outside the state, so that a resumed run differs (kron*); with weights kept from the first step and
-# restored where a gradient is zero, as it is for MAE's gates (madgrad*).
+# Optimisers of timm that a run cannot use. bnb* and fused* need a GPU. adahessian needs second derivatives. kron* draws
+# random numbers that are not in its state, so that a resumed run would differ. madgrad* keeps the first weights, and
+# puts them back where a gradient is zero: that is the case for MAE's gates.
 LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
-NOT_SHARDED = ("*adafactor*", "*adamuon")  # what torch's sharded tensors cannot do
-OPTIONS = dict(  # options of optim.*, and which optimisers take them, in words
+NOT_SHARDED = ("*adafactor*", "*adamuon")  # use operations that torch's DTensor lacks
+OPTIONS = dict(  # options of optim.*, each with words for the optimisers that take it
     betas="two betas, such as adamw",
     eps="eps, such as adamw",
     momentum="momentum, such as sgd",
@@ -37,7 +37,7 @@ def names() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Refuse an optim.name that is not one of `names`, naming the nearest."""
+    """Raise ValueError, naming the nearest name, for an optim.name that is not one of `names`."""
     if name not in names():
         raise ValueError(
             f"optim.name {name!r} is not one of timm's optimisers: {closest(name.lower(), names())}"
@@ -45,13 +45,13 @@ def check_name(name: str) -> None:
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether an optimiser has "betas" (a pair), "eps" or "momentum"."""
+    """Return whether an optimiser takes an option: "betas" (a pair), "eps" or "momentum"."""
     info = get_optimizer_info(name)
     return getattr(info, f"has_{option}") and (option != "betas" or info.num_betas == 2)
 
 
 def check_sharded(name: str) -> None:
-    """Refuse an optimiser that cannot train weights that FSDP shards."""
+    """Raise ValueError for an optimiser that cannot train weights that FSDP shards."""
     if any(fnmatch(name, pattern) for pattern in NOT_SHARDED):
         raise ValueError(
             f"optim.name {name!r} does not work with FSDP: launch with DDP, or take muon, adamw or lion"
@@ -60,14 +60,14 @@ def check_sharded(name: str) -> None:
 
 @functools.cache
 def own_value(name: str, option: str):
-    """Return an optimiser's value of a missing `option`; None if it lacks it or finds the value itself."""
+    """Return an optimiser's default for `option`; None if it has no such option, or if its own default is None."""
     if not takes(name, option):
         return None
     info = get_optimizer_info(name)
-    usual = inspect.signature(info.opt_class).parameters[option].default
-    value = (info.defaults or {}).get(option, usual)
+    class_default = inspect.signature(info.opt_class).parameters[option].default
+    value = (info.defaults or {}).get(option, class_default)
     if option == "momentum" and not value:
-        return 0.9  # timm's, where the class has 0
+        return 0.9  # timm's default, also for classes whose own is 0
     return value
 
 
@@ -76,8 +76,13 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make timm's optimiser for the parameters that require a gradient.
 
-    Weight decay leaves out biases, norms and `undecayed` names; None: those of the model's no_weight_decay(). The muon
-    family (Jordan 2024) takes the matrices inside the layers, its AdamW all others.
+    Muon (Jordan 2024) updates the matrices inside the layers by itself, and all other parameters by AdamW.
+
+    Args:
+        model: the model.
+        optim: section optim of a configuration.
+        undecayed: names of parameters without weight decay, in addition to biases and norms; None: those that the
+            model's no_weight_decay() names.
     """
     options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
     options = {name: value for name, value in options.items() if value is not None}

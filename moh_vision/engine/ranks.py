@@ -1,4 +1,4 @@
-"""How processes of a run exchange results; every process calls these functions together."""
+"""Collectives, with which the processes of a run exchange results and errors. Every process must call them."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 def say(text: str) -> None:
-    """Print a line, on one process of each machine."""
+    """Print a line once per machine, on its local main process; not a collective."""
     if PartialState().is_local_main_process:
         progress.say(text)
 
 
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
-    """Call it on every process and wait for the others; return None, or the first failed process's message.
+    """Do `call` on every process; then return on each the message of the first process that failed, or None.
 
-    Exceptions other than `kinds` are raised here. A thread needs a process `group` of its own.
+    Only exceptions of `kinds` count as failures; others are raised at once. A thread needs its own process `group`.
     """
     problem = None
     try:
@@ -35,7 +35,7 @@ def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=
 
 
 def from_all(value: T, group=None) -> list[T]:
-    """Return the value of every process."""
+    """Return a list of the values of all processes, by rank."""
     if group is None:
         return gather_object([value])
     values: list = [None] * group.size()
@@ -44,7 +44,7 @@ def from_all(value: T, group=None) -> list[T]:
 
 
 def by_main(call: Callable[[], None], accelerator) -> None:
-    """Let the main process do `call`; if it raises one of MISTAKES, all raise ValueError."""
+    """Do `call` on the main process only; if it raises one of MISTAKES, every process raises ValueError."""
 
     def work():
         if accelerator.is_main_process:
@@ -56,7 +56,7 @@ def by_main(call: Callable[[], None], accelerator) -> None:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Return make() of the main process on every one; a mistake there ends all."""
+    """Do `make` on the main process, and return its result on every process; if it raises, all processes end."""
     shared: list = [False, None]
     try:
         if PartialState().is_main_process:
@@ -64,13 +64,16 @@ def from_first(make: Callable[[], T]) -> T:
     finally:
         broadcast_object_list(shared)
     if not shared[0]:
-        raise SystemExit(2)  # the main process says why
+        raise SystemExit(2)  # silently: the main process prints the error
     return shared[1]
 
 
 def first(make: Callable[[], T]) -> T:
-    """Call make() on every process, on the main one first; a mistake there ends all."""
-    results: list = []  # stays empty on all but the main process
+    """Do `make` on the main process, then on all others; return each process's result.
+
+    If the main process raises, all processes end.
+    """
+    results: list = []  # stays empty except on the main process
     from_first(lambda: results.append(make()))
     if results:
         return results[0]
@@ -78,7 +81,7 @@ def first(make: Callable[[], T]) -> T:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Sum a tensor in main memory over all processes."""
+    """Return the sum of a CPU tensor over all processes."""
     return reduce(tensor.to(PartialState().device), "sum").cpu()
 
 
@@ -89,7 +92,7 @@ def greatest(values: Tensor) -> list[float]:
 
 @torch.no_grad()
 def average_over_processes(tensors: list[Tensor]) -> None:
-    """Replace tensors by their mean over all processes, all in one message."""
+    """Replace tensors in place by their mean over all processes, in one all-reduce."""
     if tensors:
         flat = reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):

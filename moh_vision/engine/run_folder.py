@@ -1,4 +1,4 @@
-"""The folder of a training run: its lock, its records, and what may be there when a run starts."""
+"""The folder of a training run: lock it, write its records, and refuse a folder that does not fit the run."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
 
-IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
+IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # files of a run that was killed as it started
 
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """A run's folder that is open: it is locked, and what it holds fits the run.
+    """A run's folder that is locked, and whose content fits the run.
 
     Args:
-        path: the folder, as --output says it.
+        path: the folder, as given by --output.
         config: the run's configuration.
-        records: with `save(folder)`, of data, frozen models and attention.
-        earlier: the configuration that a run that goes on had before; None for a new run.
+        records: records of data, frozen models and attention; each has a method `save(folder)`.
+        earlier: for a resumed run, the configuration that its config.yaml held; None for a new run.
     """
 
     path: Path
@@ -32,20 +32,21 @@ class OpenFolder:
     earlier: dict | None
 
     def write_records(self) -> None:
-        """Write config.yaml and what else a run is compared with when it goes on."""
+        """Write config.yaml and the records, with which the run is compared when it is resumed."""
         write_whole(self.path / CONFIG, dump(self.config))
         for record in self.records:
             record.save(self.path)
 
 
 class RunFolder:
-    """A run's folder before it is open, written by the main process.
+    """A run's folder before it is open. The main process alone locks it and writes into it.
 
     Args:
         output: the folder.
-        fresh: move a run that is there aside.
-        held: releases the lock.
-        dry: look for mistakes alone: neither lock nor write.
+        fresh: move an earlier run in the folder aside.
+        accelerator: accelerate's Accelerator.
+        held: releases the lock when it is closed.
+        dry: only look for mistakes: neither lock nor write.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RunFolder:
         return self.saved.exists() and not self.fresh
 
     def find_checkpoint(self, max_steps: int) -> tuple[int, Path] | None:
-        """Lock an existing run; return the checkpoint to resume from, as `resume_point`."""
+        """Lock the folder if it holds a run; return (step, folder) of the checkpoint to resume from, or None."""
 
         def lock_it():
             if self.saved.exists() and not self.dry:
@@ -78,18 +79,18 @@ class RunFolder:
     def open(
         self, config: dict, changed: Callable, records: Sequence = (), attention=None, resumes=False
     ) -> OpenFolder:
-        """Make the folder, or open the locked one; refuse what has changed since its config.yaml.
+        """Make and lock a new folder, or open that of an earlier run if nothing of the run has changed.
 
         Args:
             config: the run's configuration, for config.yaml.
-            changed: returns the differences to the earlier configuration, which it is given.
-            records: a `DataRecord`, a `FrozenRecord`; a run that goes on is compared with them.
-            attention: an `AttentionRecord`, if any; what it refuses counts as changed.
-            resumes: whether a checkpoint will be loaded. Then the caller writes the records, after that: a change
-                that is allowed may not fit the checkpoint.
+            changed: takes the earlier configuration; returns how `config` differs from it, one text per key.
+            records: such as a `DataRecord` or a `FrozenRecord`; each is compared with what an earlier run saved.
+            attention: an `AttentionRecord` or None; settings that it refuses count as changed.
+            resumes: whether a checkpoint will be loaded. Then the caller writes the records, after loading the
+                checkpoint: it may not fit a change that --allow-change lets pass.
         """
         folder = self.path
-        goes_on = self.goes_on  # before anything is moved or written
+        goes_on = self.goes_on  # read it before anything is moved or written
         earlier = None
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
@@ -109,16 +110,19 @@ class RunFolder:
         if self.dry:
             by_main(lambda: check_writable(folder), self.accelerator)
             return opened
-        self.accelerator.wait_for_everyone()  # all have looked before one writes
+        self.accelerator.wait_for_everyone()  # all processes have read the folder before one writes
         by_main(lambda: self._make(locked=goes_on), self.accelerator)
         if not resumes:
             by_main(opened.write_records, self.accelerator)
         return opened
 
     def _compare(self, differences: list[str], records: Sequence, attention) -> None:
-        """Refuse to go on with a run whose configuration, records or log do not fit; see `open`."""
+        """Refuse to resume a run whose configuration, records or log do not fit; see `open`.
+
+        If the run has done no step yet, it starts over with what has changed.
+        """
         folder = self.path
-        list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
+        list(logged(folder / "metrics.jsonl"))  # raises ValueError if the file is not a log
         differences = differences + self._settle(attention, build=not differences)
         if not differences:
             for record in records:
@@ -134,21 +138,21 @@ class RunFolder:
         )
 
     def _settle(self, attention, build: bool) -> list[str]:
-        """Settle an `AttentionRecord`, if there is one; return what it refuses."""
+        """Call `AttentionRecord.settle`, if there is a record; return the settings that it refuses."""
         if attention is None:
             return []
         return attention.settle(build=build and not self.dry)
 
     def _make(self, locked: bool) -> None:
-        """Make the folder and lock it, unless it is `locked` already; with `fresh` move an earlier one aside."""
+        """Make the folder, and lock it unless it is `locked` already; with `fresh`, first move an earlier run aside."""
         folder = self.path
         check_writable(folder)
         if self.fresh and folder.exists():
             number = 1
             while folder.with_name(f"{folder.name}.{number}").exists():
                 number += 1
-            aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
-            (aside / LOCK).unlink(missing_ok=True)
+            moved = folder.rename(folder.with_name(f"{folder.name}.{number}"))
+            (moved / LOCK).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         if not locked:
             self.held.enter_context(only_one(folder, "--output"))
@@ -159,14 +163,14 @@ class RunFolder:
 
 
 def only_records(folder: Path) -> bool:
-    """Return whether a run left only records of its start: neither weights nor losses."""
+    """Return whether a folder holds only what a run writes before step 1: neither weights nor losses."""
     records = {CONFIG, LOCK, "attention.json", "data.json", "frozen.json", "environment.jsonl"}
 
-    def is_of_a_start(path: Path) -> bool:
+    def is_from_before_step_1(path: Path) -> bool:
         if path.name == "metrics.jsonl":
             return path.stat().st_size == 0
         if path.name == "checkpoints":
             return not any(path.iterdir())
         return path.name in records
 
-    return all(is_of_a_start(path) for path in folder.iterdir())
+    return all(is_from_before_step_1(path) for path in folder.iterdir())

@@ -1,6 +1,6 @@
-"""The first half of a training run: configuration, accelerator, signals, and the folder with its checkpoint.
+"""What a training run does before its first step: configuration, accelerator, signals, folder and checkpoint.
 
-The second half is `training_loop.TrainingLoop`, which needs the open folder.
+`training_loop.TrainingLoop` then does the steps; it needs the open folder.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from moh_vision.engine.signals import StopSignals
 
 @dataclass(frozen=True)
 class Span:
-    """The steps that this start of a run does: those from `start` to `stop`.
+    """The steps that a process has to do when it starts or resumes a run: `start`, ..., `stop` - 1.
 
     Args:
-        start: steps that `checkpoint` has done; 0 for a new run.
-        stop: steps of the whole run.
-        checkpoint: the folder to go on from; None for a new run.
+        start: number of steps that `checkpoint` has done; 0 for a new run.
+        stop: number of steps of the whole run.
+        checkpoint: the folder of the checkpoint to resume from; None for a new run.
     """
 
     start: int
@@ -46,19 +46,20 @@ class Span:
 class RunSetup:
     """What a run has before it trains. `set_up_run` makes one; a `train` module then calls, in this order:
 
-        span = setup.find_checkpoint(steps)             lock the folder, find the checkpoint to go on from
+        span = setup.find_checkpoint(steps)             lock the folder, find the checkpoint to resume from
         ...                                             make the model, open what else can fail
-        folder = setup.open_folder(span, records)       from here on the folder is the run's
+        folder = setup.open_folder(span, records)       from here on the run writes into the folder
 
     Args:
         name: name of the script, for messages.
         command: the command line, script included.
         config: the configuration.
         accelerator: accelerate's Accelerator.
-        signals: takes note of SIGTERM and SIGINT.
+        signals: notes SIGTERM and SIGINT.
         run_folder: the folder config.output.
         attention: how the run computes attention; None on a device without operators.
-        setting_up: until the folder is open, a ValueError or OSError is a user's mistake: one line, exit code 2.
+        setting_up: true until the folder is open. Until then a ValueError or OSError is a user's mistake: it becomes
+            one line and exit code 2.
     """
 
     name: str
@@ -71,19 +72,20 @@ class RunSetup:
     setting_up: bool = True
 
     def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
-        """Return `user_errors` for this script."""
+        """Return a `user_errors` context whose messages name this script."""
         return user_errors(self.name, kinds, resumes=True, **options)
 
     @property
     def micro_batch(self) -> int:
-        """Samples that a process reads at once."""
+        """Number of samples in a micro-batch."""
         optim = self.config.optim
         return max(1, optim.batch_size // (optim.accumulation * self.accelerator.num_processes))
 
     def find_checkpoint(self, steps: int) -> Span:
         """Lock config.output if it holds a run; return which of the run's `steps` are left to do.
 
-        Raises ValueError if another process writes there, if no checkpoint is whole, or if more steps are done.
+        Raises ValueError if another process writes there, if there are checkpoints but none is whole, or if the run
+        has already done more than `steps`.
         """
         found = self.run_folder.find_checkpoint(steps)
         if found is None:
@@ -92,7 +94,7 @@ class RunSetup:
         return Span(start, steps, checkpoint)
 
     def portion(self, span: Span) -> dict:
-        """Return arguments of a sampler that say which samples this process takes."""
+        """Return the sampler arguments that select this process's samples."""
         return dict(
             batch_size=self.config.optim.batch_size,
             accumulation=self.config.optim.accumulation,
@@ -103,14 +105,14 @@ class RunSetup:
         )
 
     def open_folder(self, span: Span, records: Sequence = (), description: str = "") -> OpenFolder:
-        """Open the folder and write its records; mistakes that were found before have left nothing.
+        """Open the folder and write its records. Nothing is written before, so that a mistake leaves no files.
 
-        A dry run has then met all that the run would refuse: it prints the model's `description`, and writes nothing.
+        A dry run prints `description` here, and writes nothing: it has now passed every check of a real run.
 
         Args:
             span: what `find_checkpoint` returned.
-            records: a `DataRecord`, a `FrozenRecord`; a run that goes on is compared with them.
-            description: of the model.
+            records: such as a `DataRecord` or a `FrozenRecord`; each is compared with what a resumed run saved.
+            description: describes the model.
         """
         config = self.config
         folder = self.run_folder.open(
@@ -143,7 +145,7 @@ class RunSetup:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Turn what a user can mend into one line and an exit code; faults of ours keep their traceback."""
+        """Turn errors that a user can fix into one line and an exit code; bugs keep their traceback."""
         try:
             yield
         except Exception as error:
@@ -161,15 +163,16 @@ class RunSetup:
 def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> Iterator[RunSetup]:
     """Parse the command line, start the processes, and end the run after the `with` block.
 
-    A user's mistake during the set-up, and bad data found later, are one line and exit code 2; a loss that stays
-    infinite, or saves that fail, one line and exit code 1. A run stopped by a signal saves, and exits with 128 +
-    the signal's number.
+    A user's mistake during the set-up, or bad data found later, gives one line and exit code 2. A loss or gradient that
+    stays infinite or NaN, or saves that fail, give one line and exit code 1. A run stopped by a signal saves, and exits
+    with 128 + the signal's number.
 
-    The block's function must have returned when the block ends: `finish` needs the wrapped task to be gone.
+    Train in a function that the block calls: `finish` runs after the block, and needs all references to the wrapped
+    task to be gone.
 
     Args:
         name: name of the script.
-        config_class: the class of its configuration, a `RunConfig`.
+        config_class: the class of its configuration, a subclass of `RunConfig`.
         argv: the command line without the program; None: that of the process.
     """
     if argv is None:
@@ -188,7 +191,7 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
             earlier = None
             if run_folder.goes_on:
                 earlier = Path(config.output)
-            # Before any model runs.
+            # Fix the operators before any model runs.
             attention = keep_settings(earlier, accelerator, held, config.allow_change)
             if attention and config.dry_run:
                 say(attention.line)

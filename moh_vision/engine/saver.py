@@ -1,4 +1,4 @@
-"""Saves a run in the background, and lets it live on when a save fails."""
+"""Save a run in the background; training goes on if a save fails."""
 
 import contextlib
 import time
@@ -18,28 +18,30 @@ MAX_FAILED_SAVES = 3
 
 
 class SaveError(OSError):
-    """Three saves in a row failed, or the last one of a run."""
+    """Three saves in a row failed, or the last save of a run failed."""
 
 
 class Saver:
-    """Saves a run, counts what fails, and gives up after three failures in a row.
+    """Saves a run, counts failed saves, and gives up after three failures in a row.
 
-    A thread of each process writes what `TrainingState.snapshot` copied; in the meantime training goes on, also after
-    a failure: a full disk may have room at the next save, and earlier checkpoints are whole. Every process calls the
-    methods.
+    On each process a thread writes the copy that `TrainingState.snapshot` made, while training goes on. Training also
+    goes on after a failure: a full disk may have room at the next save, and earlier checkpoints are whole. Every
+    process calls every public method.
 
     Args:
         accelerator: accelerate's Accelerator.
         run: the run's folder.
-        state: what is saved.
+        state: the state to save.
         keep: how many checkpoints stay, see `rotate`.
-        every: steps between saves; the checkpoint of a stop between two of them goes first.
-        background: whether threads write; else `save` returns when all is written.
+        every: steps between saves, for `rotate`.
+        background: whether `save` returns while the thread still writes; else it waits for the thread.
 
     Attributes:
-        failed: saves that failed since the process started.
-        in_a_row: saves that failed since the last that did not.
-        told: whether a save has been announced; after the first one saves are silent.
+        failed: number of failed saves since the process started.
+        in_a_row: number of failed saves since the last successful one.
+        told: whether a successful save has been announced; only the first one is.
+        problem: why the latest save failed, or None.
+        writing: the save that a thread is writing, or None.
     """
 
     def __init__(
@@ -62,16 +64,17 @@ class Saver:
         self.told = False
         self.problem: str | None = None
         self.writing: Future | None = None
-        # A group for the threads alone: what they tell each other does not meet what training sends.
+        # The threads have their own process group, so that their collectives do not mix with those of training.
         self.group = None
         if accelerator.num_processes > 1:
             self.group = dist.new_group(backend="gloo")
 
     def save(self, step: int, metadata: dict[str, object], last: bool = False) -> None:
-        """Begin to save after `step` steps; the `last` save, or without `background` any, also ends here.
+        """Copy the state after `step` steps, and write it in a thread.
 
-        The weights have `metadata`, by which the model is built again. Every process raises SaveError after three
-        failures in a row or a failed `last` save.
+        The `last` save, and without `background` every save, waits for the thread. The weights store `metadata`, from
+        which the model can be rebuilt. Every process raises SaveError after three failures in a row, or if the `last`
+        save failed.
         """
         if self.writing and not self.writing.done():
             say(f"step {step} waits for the checkpoint that is being written")
@@ -86,7 +89,7 @@ class Saver:
             self.finish(last)
 
     def finish(self, last: bool = False) -> None:
-        """Wait for what is being written; raise SaveError as `save` does."""
+        """Wait for the save that is being written; raise SaveError as `save` does."""
         self.wait()
         if self.problem and (last or self.in_a_row >= MAX_FAILED_SAVES):
             problem = self.problem
@@ -96,7 +99,10 @@ class Saver:
             raise SaveError(f"{problem}; {hint}")
 
     def wait(self) -> None:
-        """Wait for what is being written; raise what its thread raised, if that is a fault of ours."""
+        """Wait for the save that is being written; raise any exception of its thread.
+
+        A failure to write, such as a full disk, raises nothing here: it is noted in `problem`.
+        """
         writing = self.writing
         self.writing = None
         if writing:
@@ -105,7 +111,7 @@ class Saver:
     def _work(
         self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool, begun: float
     ) -> None:
-        """Write a snapshot, in a thread, and note whether that failed; `begun` is the time before it was taken."""
+        """Write a snapshot, in a thread, and note whether that failed; `begun` is when `save` began to take it."""
         problem = self._write(step, snapshot, metadata, last)
         if problem is None:
             self.problem = None
@@ -121,7 +127,7 @@ class Saver:
                 say(f"{self.problem}; {patience}")
 
     def _tell(self, step: int, seconds: float) -> None:
-        """Say once what a save takes, so that save_every and keep_checkpoints can be chosen."""
+        """Print once how much disk and time a save takes, so that users can choose save_every and keep_checkpoints."""
         if self.told or not self.main:
             return
         self.told = True
@@ -133,10 +139,10 @@ class Saver:
     def _write(
         self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool
     ) -> str | None:
-        """Write a checkpoint, whole or not at all; return what went wrong on any process."""
+        """Write a checkpoint, whole or not at all; return what went wrong on the first process that failed, or None."""
         hidden = hidden_path(self.run / "checkpoints" / f"step_{step}")
-        sums: dict[str, str] = {}  # of the files that this process writes
-        all_sums: dict[str, str] = {}
+        sums: dict[str, str] = {}  # SHA-256 by file, of the files that this process writes
+        all_sums: dict[str, str] = {}  # the same of all processes
 
         def begin():
             if self.main:
@@ -153,7 +159,7 @@ class Saver:
                 rotate(self.run, step, self.keep, self.every)
                 export(self.run, folder, join=last)
 
-        # One after the other, on all processes; the first that fails on any ends the save on all.
+        # All processes do one stage after the other. If a stage fails on any process, all end the save.
         problem = attempt(begin, group=self.group)
         if not problem:
             problem = attempt(write, group=self.group)
@@ -170,10 +176,10 @@ class Saver:
 def write_files(
     folder: Path, files: dict[str, dict[str, Tensor]], metadata: dict[str, object]
 ) -> dict[str, str]:
-    """Write tensors, and wait until they are on the disk; return the sum of each file by its name."""
+    """Write tensors, and wait until they are on the disk; return the SHA-256 of each file by its name."""
     sums = {}
     flushed = []
-    with ThreadPoolExecutor(8) as pool:  # hashlib and fsync let other threads run
+    with ThreadPoolExecutor(8) as pool:  # threads are enough: hashlib and fsync release the GIL
         for name, tensors in files.items():
             path = folder / f"{name}.safetensors"
             save_tensors(path, tensors, metadata)
@@ -185,6 +191,6 @@ def write_files(
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a run's folder, which need not exist, where nothing can be written."""
+    """Raise ValueError if a run could not write into `folder`, which need not exist yet."""
     for path in (folder, folder / "checkpoints"):
         refuse_unwritable("--output", path)

@@ -1,31 +1,39 @@
-"""SIGTERM and SIGINT: a run finishes its step, saves it, and leaves."""
+"""SIGTERM and SIGINT: a run finishes its step, saves a checkpoint, and exits."""
 
 import os
 import signal
 import time
 from typing import Self
 
-# A launcher passes on a signal that every process already got: that is no second signal.
+# Ctrl-C reaches every process, and the launcher passes it on to each again. Within these seconds it is the same signal.
 SAME_SECONDS = 1.0
 
 
 class StopSignals:
-    """Takes note of SIGTERM and SIGINT from `with` on.
+    """Handles SIGTERM and SIGINT inside its `with` block.
 
-    Where no step is `begun`, a signal ends the process, exit code 128 + its number. Else it is noted, as `received`.
+    Outside of the loop over steps a signal ends the process with exit code 128 + its number. Inside the loop the
+    first signal is noted in `received`, and a second one ends the process at once.
+
+    Attributes:
+        received: number of the signal that this process received, or 0.
+        stopped: number of the signal that ended the run, received by any process, or 0.
+        begun: whether the loop over steps is running.
+        done: number of steps of a finished run; None until it is finished.
     """
 
     def __init__(self):
-        self.received = 0  # by this process; 0: none
-        self.stopped = 0  # what ended the run: a signal that any process received; 0: none
+        self.received = 0
+        self.stopped = 0
         self.begun = False
-        self.done: int | None = None  # steps of a finished run
-        self._since = 0.0  # time of `received`
-        self._before: dict = {}  # handlers by signal, to put back
+        self.done: int | None = None
+        self._since = 0.0  # when the signal was received
+        self._before: dict = {}  # earlier handlers by signal, restored on exit
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT by nohup
+            # Leave ignored signals alone: a shell ignores SIGINT for background jobs.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -34,6 +42,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
+        """End the process, or note the signal if a step is running; the handler of both signals."""
         name = signal.Signals(number).name
         now = time.monotonic()
         if not self.begun:
@@ -48,5 +57,5 @@ class StopSignals:
             os.write(2, finishing.encode())
         elif now - self._since > SAME_SECONDS:
             os.write(2, f"{name} again: left without saving\n".encode())
-            # To clean up might wait for dead processes.
+            # Skip all clean-up: it might wait for dead processes.
             os._exit(128 + number)

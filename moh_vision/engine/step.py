@@ -1,6 +1,6 @@
 """Parts of an optimiser step: learning rate, clipping, and what processes must agree on before an update.
 
-`training_loop.TrainingLoop.step` puts them together.
+`training_loop.TrainingLoop` puts the parts together.
 """
 
 import math
@@ -25,18 +25,18 @@ def learning_rate(
     warmup_lr=0.0,
     as_timm=False,
 ) -> float:
-    """Return the learning rate of a step, a pure function: resuming needs no scheduler state.
+    """Return the learning rate of a step. The function is pure: resuming needs no scheduler state.
 
     Args:
-        step: from 0.
+        step: index of the step, from 0.
         peak: the rate after the warm-up.
-        schedule: what follows the warm-up. "constant"; half a "cosine" or a "linear" fall to `floor` at `max_steps`;
-            or "inverse_sqrt": with 1 / sqrt(steps done), at least `floor` (Vaswani 2017, eq. 3).
+        schedule: what follows the warm-up. "constant" stays at `peak`; "cosine" (half a period) and "linear" fall to
+            `floor` at `max_steps`; "inverse_sqrt" falls as 1 / sqrt(step + 1) down to `floor` (Vaswani 2017, eq. 3).
         warmup_steps: steps of the linear warm-up.
         max_steps: steps of the run.
         floor: the smallest rate after the warm-up.
-        warmup_lr: where the warm-up starts.
-        as_timm: step 0 has `warmup_lr` itself, and the fall counts from step 0, as in timm.
+        warmup_lr: the rate from which the warm-up rises.
+        as_timm: do as timm: step 0 runs at `warmup_lr` itself, and the later schedule counts its steps from step 0.
     """
     if step < warmup_steps and as_timm:
         return warmup_lr + step * ((peak - warmup_lr) / warmup_steps)
@@ -57,7 +57,7 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
-    """Set every group's learning rate, times its `lr_scale` if any."""
+    """Set the learning rate of every parameter group to `lr`, times the group's `lr_scale` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -72,17 +72,22 @@ def average_over_step(accelerator, losses: list[dict]) -> dict:
 
     Adds balance_share, the share of the auxiliary losses in the loss, and head_usage, the share of tokens that ran each
     head.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        losses: results of each micro-batch: scalars, and head_runs, which has one tensor [H + 1] per layer: for how
+            many tokens each head ran, then the number of tokens.
     """
-    names = [name for name in losses[0] if name != "head_runs"]  # a list of [H + 1] tensors
+    names = [name for name in losses[0] if name != "head_runs"]
     layers = [len(runs) for runs in losses[0]["head_runs"]]
-    rows = []  # a micro-batch each: its scalars, then the runs of each layer's heads
+    rows = []  # one per micro-batch: its scalars, then head_runs of all layers
     for results in losses:
         scalars = torch.stack([results[name].detach().float() for name in names])
         rows.append(torch.cat([scalars, *results["head_runs"]]))
     mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu().double()
     scalars, *runs = mean.split([len(names), *layers])
     values = dict(zip(names, scalars))
-    # Of the means: a mean of the micro-batches' ratios would be another number.
+    # A ratio of means, not the mean of the micro-batches' ratios.
     values["balance_share"] = 1 - values["task_loss"] / values["loss"]
     usage = [(layer[:-1] / layer[-1]).tolist() for layer in runs]
     averages = {name: round(value.item(), 6) for name, value in values.items()}
@@ -91,18 +96,26 @@ def average_over_step(accelerator, losses: list[dict]) -> dict:
 
 
 def clip_gradients(accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients down to a norm of `max_norm` (0: not at all); return their norm before, whole under FSDP."""
+    """Scale gradients down to a norm of `max_norm` (0: not at all); return the norm before clipping.
+
+    Under FSDP the norm is that of all shards.
+    """
     norm = accelerator.clip_grad_norm_(parameters, max_norm or math.inf)
-    if hasattr(norm, "full_tensor"):  # of gradients that FSDP shards
+    if hasattr(norm, "full_tensor"):  # a DTensor, because FSDP shards the gradients
         return norm.full_tensor()
     return torch.as_tensor(norm)
 
 
 class Agreement(NamedTuple):
-    """What all processes know before an update, the same on each; a process that acted alone would block the others.
+    """What all processes know before an update.
 
-    bad_loss and bad_norm: a process had a loss or a gradient that is not finite. signal: the greatest number of a
-    signal that a process got, or 0. bad_samples: a process met an unreadable sample that the others do not know of.
+    It is the same on every process: one that skipped or stopped alone would block the others.
+
+    Attributes:
+        bad_loss: whether some process had a loss that is not finite.
+        bad_norm: whether some process had a gradient norm that is not finite.
+        signal: the greatest number of a signal that some process received, or 0.
+        bad_samples: whether some process met an unreadable sample that the others do not know of.
     """
 
     bad_loss: bool
@@ -117,13 +130,13 @@ class Agreement(NamedTuple):
 
 
 def agree(loss: Tensor, norm: Tensor, signal: int = 0, bad_samples: bool = False) -> Agreement:
-    """Let processes agree on what each has met, by one collective; every process calls it.
+    """Tell all processes what each of them has met, in one collective; every process calls it.
 
     Args:
-        loss: of this process's micro-batches, a number.
-        norm: of the gradients.
-        signal: number of a signal that this process got, or 0.
-        bad_samples: whether this process has met samples that cannot be read since the last call.
+        loss: mean loss of this process's micro-batches, a scalar.
+        norm: norm of the gradients, a scalar.
+        signal: number of a signal that this process received, or 0.
+        bad_samples: whether this process has met unreadable samples since the last call.
     """
     bad = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm.to(loss.device))]).float()
     bad_loss, bad_norm, signal, bad_samples = greatest(
@@ -133,14 +146,14 @@ def agree(loss: Tensor, norm: Tensor, signal: int = 0, bad_samples: bool = False
 
 
 class SkippedSteps:
-    """Counts steps without finite loss and gradient, and ends a run after ten in a row.
+    """Counts bad steps, whose loss or gradient is not finite, and ends a run after ten in a row.
 
-    A step of several phases counts once, and its other phases do not make up for it.
+    A step of several phases is bad, and counts once, if one of its phases is bad.
 
     Attributes:
-        total: such steps since the process started.
-        in_a_row: such steps since the last good one.
-        last: the last such step, or None.
+        total: bad steps since the process started.
+        in_a_row: bad steps since the last good one.
+        last: the last bad step, or None.
     """
 
     def __init__(self):
@@ -151,13 +164,13 @@ class SkippedSteps:
     def count(
         self, step: int, agreed: Agreement, scaler, norm: Tensor, loss: Tensor, lr: float
     ) -> None:
-        """Count an update; raise FloatingPointError, with its numbers, after ten bad steps in a row.
+        """Count an update if it is bad; after ten bad steps in a row raise FloatingPointError, with the numbers below.
 
         Args:
             step: the step of the update.
-            agreed: what the processes know of it.
-            scaler: fp16's, or None. Where it still seeks its scale, by gradients that overflow, nothing is counted:
-                above a scale of 1 it is not yet the model that is broken.
+            agreed: what the processes know of the update.
+            scaler: the gradient scaler of fp16, or None. An overflow at a scale of 1 or more is not counted: the scaler
+                is still lowering its scale, and the model may be sound.
             norm: norm of the gradients.
             loss: mean loss of this process.
             lr: learning rate.

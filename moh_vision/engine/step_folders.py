@@ -1,11 +1,11 @@
-"""The folders of a run's checkpoints: once one was whole, one always is.
+"""The folders of a run's checkpoints. After the first save, a run has a whole checkpoint at all times.
 
-    step_200          a checkpoint: .safetensors files, and step.json with the step, plain values and sums
-    .step_200.tmp     of a save that did not end
-    .step_200.gone    being deleted
+    step_200          a checkpoint: .safetensors files, and step.json with the step, plain values and SHA-256 sums
+    .step_200.tmp     a save that is running or was interrupted
+    .step_200.gone    a checkpoint that is being deleted
 
-A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one whose
-files have the sums of its step.json is loaded.
+A checkpoint is written into a hidden folder, flushed, and renamed; only then are old checkpoints deleted. A run resumes
+from the newest checkpoint whose files match the sums in its step.json.
 """
 
 import hashlib
@@ -27,36 +27,44 @@ from moh_vision.common.io import (
 
 FORMAT = 4
 RECORD = "step.json"
-EXPORTED = ("model.safetensors", "ema.safetensors")  # what RUN has of its newest checkpoint
+# Files of the newest checkpoint that RUN has too, see `export`.
+EXPORTED = ("model.safetensors", "ema.safetensors")
 
 
 def seal(folder: Path, step: int, sums: dict[str, str], plain: dict[str, object]) -> None:
-    """Write and flush the record of a folder whose files are on the disk."""
+    """Write step.json into a checkpoint's folder whose other files are on the disk, and flush both.
+
+    Args:
+        folder: the folder.
+        step: number of steps done.
+        sums: SHA-256 of each file by its name.
+        plain: further entries of step.json.
+    """
     (folder / RECORD).write_text(record_text(dict(step=step, sha256=sums, **plain)))
     fsync(folder / RECORD)
     fsync(folder)
 
 
 def record_text(body: dict) -> str:
-    """Return the one text of a record; its entry own_sha256 is the sum of the rest."""
+    """Return the text of a step.json with the entries `body`; its entry own_sha256 is the SHA-256 of all others."""
     body = dict(format=FORMAT, version=__version__) | body
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps(dict(body, own_sha256=digest), indent=1) + "\n"
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """Return why a folder is not the whole checkpoint of `step`, or None if it is."""
+    """Return why a folder is not a whole checkpoint of `step`, or None if it is one."""
     try:
         text = (folder / RECORD).read_text()
         record = json.loads(text)
         written_format = record["format"]
         version = record["version"]
-        recorded = record["step"]
+        recorded_step = record["step"]
         if written_format != FORMAT:
             written = f"format {written_format} of moh_vision {version}"
             return f"{RECORD} has {written}; this is {__version__}, which reads {FORMAT}"
         sums = dict(record["sha256"])
-        # The same text after reading and writing: nothing is missing, added or changed.
+        # If writing the entries again gives the same text, none is missing, added or changed.
         body = {key: value for key, value in record.items() if key != "own_sha256"}
         if text != record_text(body):
             return f"{RECORD} does not have its own sha256"
@@ -64,8 +72,8 @@ def damage(folder: Path, step: int) -> str | None:
         return f"{RECORD} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RECORD} is not readable ({error})"
-    if recorded != step:
-        return f"{RECORD} is of step {recorded}"
+    if recorded_step != step:
+        return f"{RECORD} is of step {recorded_step}"
     for name, expected in sums.items():
         if name != Path(name).name:
             return f"{RECORD} names {name}, which is outside of the folder"
@@ -76,18 +84,18 @@ def damage(folder: Path, step: int) -> str | None:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} is not readable ({error.strerror})"
-    # Further files would be loaded too.
-    strangers = {path.name for path in folder.glob("*.safetensors")} - sums.keys()
-    if strangers:
-        return f"{min(strangers)} is not in {RECORD}"
+    # Files that step.json does not name would be loaded as well.
+    unnamed = {path.name for path in folder.glob("*.safetensors")} - sums.keys()
+    if unnamed:
+        return f"{min(unnamed)} is not in {RECORD}"
     return None
 
 
 def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path] | None:
-    """Return (step, folder) of the newest whole checkpoint, or None if there is none.
+    """Return (step, folder) of the newest whole checkpoint, or None if the run has not saved any.
 
-    Refuse checkpoints of which none can be read, and weights that only a checkpoint can have left: starting over
-    would lose the run.
+    Raise ValueError if there are checkpoints but none is whole, or if there are exported weights but no checkpoint:
+    starting over would overwrite the run.
     """
     parent = run / "checkpoints"
     candidates = by_age(parent)
@@ -108,7 +116,10 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[in
 def resume_point(
     run: Path, max_steps: int, fresh: bool, say: Callable = print
 ) -> tuple[int, Path] | None:
-    """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
+    """Return (step, folder) of the checkpoint from which a run of `max_steps` resumes, or None for a new run.
+
+    Raise ValueError as `latest_checkpoint` does, and if the run has already done more than `max_steps`.
+    """
     if fresh:
         return None
     latest = latest_checkpoint(run, say)
@@ -118,7 +129,7 @@ def resume_point(
 
 
 def tidy(run: Path) -> None:
-    """Delete leftovers of interrupted saves."""
+    """Delete what interrupted saves, exports and deletions left."""
     checkpoints = run / "checkpoints"
     exports = [hidden_path(run / name) for name in EXPORTED]
     for path in (*checkpoints.glob(".step_*.tmp"), *checkpoints.glob(".step_*.gone"), *exports):
@@ -126,37 +137,39 @@ def tidy(run: Path) -> None:
 
 
 def put_in_place(hidden: Path, step: int) -> Path:
-    """Give a sealed folder its name, and return it. A whole checkpoint of the same step stays."""
+    """Rename a sealed folder to step_N, and return the new path; if step_N is whole already, keep that one instead."""
     final = hidden.with_name(f"step_{step}")
     if not damage(final, step):
         _delete(hidden)
         return final
     if final.exists():
-        _discard(final)  # what this run passed over when it resumed
+        _discard(final)  # a damaged checkpoint, which was skipped when this run resumed
     give_name(hidden, final)
     return final
 
 
 def rotate(run: Path, step: int, keep: int, every: int) -> None:
-    """Delete what the checkpoint of `step` makes superfluous, so that `keep` stay.
+    """Delete old checkpoints, so that with the new one of `step` there are `keep`.
 
-    The checkpoint of a stop between two saves, which are `every` steps apart, goes first: the run ends with the same
-    checkpoints as without a stop. Newer folders are damaged ones that this run passed over.
+    Regular checkpoints are `every` steps apart. A checkpoint between two of them is left by a signal that stopped the
+    run, and is deleted first: in the end a run has the same checkpoints as without the stop. Folders of later steps
+    are left alone: they are damaged, and were skipped when this run resumed.
     """
     folders = [(number, path) for number, path in by_age(run / "checkpoints") if number <= step]
 
-    def is_of_a_stop(folder: tuple[int, Path]) -> bool:
+    def is_irregular(folder: tuple[int, Path]) -> bool:
         return folder[0] != step and folder[0] % every > 0
 
-    # The newest come first, and the sort keeps that order.
-    for _, superfluous in sorted(folders, key=is_of_a_stop)[keep:]:
+    # `by_age` has the newest first. The sort is stable, so both groups keep that order.
+    for _, superfluous in sorted(folders, key=is_irregular)[keep:]:
         _discard(superfluous)
 
 
 def export(run: Path, folder: Path, join: bool) -> None:
-    """Give a checkpoint's weights their names in the run: as links, where the file system has them.
+    """Export a checkpoint's weights as RUN/model.safetensors and RUN/ema.safetensors, by hard links where possible.
 
-    Parts of a sharded model are put together in main memory, if `join` says so; until then `io.tensor_files` finds them.
+    A sharded model has one file per process in the checkpoint. With `join` they are joined in main memory; without, no
+    file is exported, and `io.tensor_files` finds the parts in the checkpoint.
     """
     for name in EXPORTED:
         saved = folder / name
@@ -165,31 +178,31 @@ def export(run: Path, folder: Path, join: bool) -> None:
         _delete(hidden)
         if saved.exists():
             if exported.exists() and exported.samefile(saved):
-                continue  # a rename of one name of a file to another one does nothing
+                continue  # exported already; renaming a hard link to another link of its file would do nothing
             try:
                 os.link(saved, hidden)
-            except OSError:  # not every file system has links
+            except OSError:  # not every file system has hard links
                 shutil.copyfile(saved, hidden)
                 fsync(hidden)
             give_name(hidden, exported)
             continue
-        if name == EXPORTED[1] and exported.exists():  # of an earlier setting: it is not the newest
+        if name == EXPORTED[1] and exported.exists():  # an EMA from before ema.decay was set to 0
             exported.rename(run / f"old_{name}")
             continue
         parts = TensorFiles(saved)
         if parts.files and join:
             parts.join(exported)
         elif parts.files:
-            _delete(exported)  # of an earlier end: no longer the newest
+            _delete(exported)  # joined when the run last ended; the parts are newer
 
 
 def _discard(folder: Path) -> None:
-    # Renamed first: an interrupted deletion leaves rubbish, not a damaged checkpoint.
+    """Delete a checkpoint. It is renamed first: an interrupted deletion then leaves no damaged checkpoint."""
     _delete(folder.rename(folder.with_name(f".{folder.name}.gone")))
 
 
 def _delete(path: Path) -> None:
-    """Delete a file or a folder that may be there, as far as that goes."""
+    """Delete a file or a folder if it exists; what cannot be deleted from a folder stays."""
     shutil.rmtree(path, ignore_errors=True)
     if not path.is_dir():
         path.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""The second half of a training run: its steps, and what is logged, averaged and saved after them."""
+"""The training loop of a run: optimiser steps, and the logging, EMA and checkpoints around them.
+
+`run_setup.RunSetup` does what comes before the first step.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +20,7 @@ from moh_vision.attention.measure import collect, measured_table
 from moh_vision.common.errors import BadData, lost_a_process
 from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.best import BEST, Best
-from moh_vision.engine.block_descent import GATES, BlockDescent
+from moh_vision.engine.block_descent import GATES, BlockDescent, Phase
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.config import EmaConfig, RunConfig
 from moh_vision.engine.logging import RunLog, ending, write_json
@@ -25,6 +28,7 @@ from moh_vision.engine.ranks import attempt
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import (
+    Agreement,
     SkippedSteps,
     agree,
     average_over_step,
@@ -37,40 +41,40 @@ from moh_vision.engine.weights import ModelEma, first_weights_left
 
 @dataclass(eq=False)
 class TrainingLoop:
-    """The steps of a run. `loop_start.start_loop` makes one; a `train` module uses it so:
+    """Trains a run step by step. `loop_start.start_loop` makes the loop; a `train` module uses it like this:
 
         with start_loop(...) as loop:
             for step in loop.steps():
                 loop.step(batches, epoch, count)        forward, backward, update, averages
                 if loop.logs():
                     loop.metrics(loop.averages(), "loss ...")
-                loop.save()                             where it is time
+                loop.save()                             if a checkpoint is due
             if not loop.stopped: ...                    the last evaluation
 
     Args:
-        setup: the first half of the run.
+        setup: configuration, accelerator and signals of the run.
         span: the steps to do.
         folder: the run's folder.
         model: the model, unwrapped.
-        task: what accelerate wraps: the model with its losses.
-        optimizer: the task's, as accelerate wraps it.
-        descent: the phases of a step; one, but for MAE's gates.
-        schedule: step -> learning rate.
-        metadata: what exported weights say of the model beside the step.
-        log: metrics.jsonl, tracker and screen.
+        task: the model with its losses, as accelerate wraps it.
+        optimizer: the task's optimiser, as accelerate wraps it.
+        descent: yields the phases of a step. A step has one phase, unless MAE's gates learn in turns.
+        schedule: maps a step to its learning rate.
+        metadata: what exported weights store about the model; `save` adds the step.
+        log: writes metrics.jsonl, the tracker and the screen.
         saver: saves checkpoints.
         ema: the average of the model's weights, or None.
-        ema_config: how that is averaged; None without it.
+        ema_config: settings of `ema`, or None without an EMA.
         elastic: an `ElasticBudget`, or None.
-        best: the best validation, where the run looks for it.
+        best: keeps the best validation score, or None.
         unreadable: the `BadSamples` of the data, or None.
 
     Attributes:
-        done: steps that are done, earlier starts of the run included.
+        done: number of steps done, including those before the run was resumed.
         losses: what the task returned for each micro-batch of the last phase.
-        norms: norm of the gradients, by phase of the last step.
-        signal: a signal that some process had got by the last step, or 0.
-        skipped: counts the steps without finite loss and gradient.
+        norms: gradient norm of each phase of the last step, by the phase's name.
+        signal: number of a signal that some process had received by the last step, or 0.
+        skipped: counts the steps whose loss or gradient was not finite.
     """
 
     setup: RunSetup
@@ -104,7 +108,7 @@ class TrainingLoop:
 
     def __exit__(self, error_class, error, traceback) -> None:
         if lost_a_process(error):
-            return  # the saver may wait for the process that is no more; the set-up ends this one
+            return  # `saver.wait` could block on the lost process; `RunSetup.reporting` ends this one
         self.saver.wait()
         if error is None:
             if not self.stopped:
@@ -129,86 +133,95 @@ class TrainingLoop:
 
         Args:
             batches: an iterator of micro-batches, of which this step takes optim.accumulation.
-            epoch: of this step; MAE's gates learn in some epochs only.
-            count: images or tokens of the step on all processes, for the log's rate.
+            epoch: the epoch of this step; MAE's gates learn in some epochs only.
+            count: images or tokens of the step over all processes, for the logged rate.
             more: further arguments of the task, the same for every micro-batch.
         """
-        config = self.config
-        accelerator = self.accelerator
-        accumulation = config.optim.accumulation
-        scaler = accelerator.scaler  # of fp16, else None
         step = self.done
-        micro_batches = self._fetched(batches, accumulation)
+        micro_batches = self._fetched(batches, self.config.optim.accumulation)
         micro_batches = self._measured(micro_batches, more)
 
-        # The rate is a function of the step alone: a run that goes on needs no scheduler's state.
+        # The learning rate is a function of the step alone: resuming needs no scheduler state.
         set_learning_rate(self.optimizer, self.schedule(step))
-        self.task.train()  # evaluations leave it in another mode
+        self.task.train()  # an evaluation may have left the task in eval mode
         self.norms.clear()
 
         with self._heads_of_step(step):
-            # One phase, but for MAE: there gates and weights may learn in turns, on the same batch.
+            # One phase, unless MAE's gates and experts learn in turns: then some steps have two, on the same batch.
             for phase in self.descent.phases(epoch, micro_batches):
-                self.losses = []
-                for number, batch in enumerate(phase.batches):
-                    # Seed after fetching: data loading also consumes random numbers. Dropout then depends on
-                    # seed, step, micro-batch, rank and phase alone.
-                    rank = accelerator.process_index
-                    torch.manual_seed(derive_seed(config.seed, step, number, rank, *phase.salt))
-                    # Processes exchange gradients once a step, in the backward of the last micro-batch.
-                    exchange = contextlib.nullcontext()
-                    if number < accumulation - 1:
-                        exchange = accelerator.no_sync(phase.task)
-                    with exchange:
-                        losses = phase.task(**batch, **more)
-                        # Gradients add up: divided, they are those of the micro-batches' mean.
-                        accelerator.backward(losses["loss"] / accumulation)
-                    self.losses.append(losses)
-                assert len(self.losses) == accumulation, "the batches ended within a step"
-
-                # All processes have the mean of their gradients: from backward, but for those of MAE's gates.
-                # The norm is that before clipping.
-                phase.average_gates()
-                max_norm = 0.0
-                if phase.clipped:
-                    max_norm = config.optim.clip_norm
-                norm = clip_gradients(accelerator, phase.task.parameters(), max_norm)
-                self.norms[phase.name] = norm.item()
-
-                # One collective tells all processes what any has met: they skip, stop and count together.
-                loss = torch.stack([each["loss"].detach().float() for each in self.losses]).mean()
-                agreed = agree(loss, norm, self.setup.signals.received, self._new_bad_samples())
-                self.signal = agreed.signal
-                if agreed.bad_samples:
-                    self.unreadable.share(gather_object)
-
-                # The update. A scaler itself skips gradients that are not finite, and lowers its scale.
-                if agreed.finite or (scaler is not None and agreed.bad_norm):
-                    phase.optimizer.step()
-                elif scaler is not None:
-                    scaler.update()  # it has unscaled these gradients, and expects the step's end
-                phase.optimizer.zero_grad(set_to_none=True)
-                if not agreed.finite:
-                    phase.restore_statistics()
-                lr = largest_learning_rate(phase.optimizer)
-                self.skipped.count(step, agreed, scaler, norm, loss, lr)
+                agreed = self._run_phase(phase, step, more)
 
         self.done += 1
-        # After a skipped update the weights are those of the step before: they are not averaged twice.
+        # A skipped update leaves the weights of the step before, which the EMA has seen already.
         if self.ema and agreed.finite:
             self.ema.update(self.model, self.done)
         self.log.step(count)
 
+    def _run_phase(self, phase: Phase, step: int, more: dict) -> Agreement:
+        """Do forward, backward and update of a phase; return what the processes agreed on before the update.
+
+        All processes skip the update if any of them has a loss or gradient that is not finite.
+        """
+        config = self.config
+        accelerator = self.accelerator
+        accumulation = config.optim.accumulation
+        scaler = accelerator.scaler  # None without fp16
+
+        self.losses = []
+        for number, batch in enumerate(phase.batches):
+            # Seed after fetching: data loading also consumes random numbers. Dropout then depends on
+            # seed, step, micro-batch, rank and phase alone.
+            rank = accelerator.process_index
+            torch.manual_seed(derive_seed(config.seed, step, number, rank, *phase.salt))
+            # Processes reduce their gradients once a phase, in the backward of its last micro-batch.
+            sync = contextlib.nullcontext()
+            if number < accumulation - 1:
+                sync = accelerator.no_sync(phase.task)
+            with sync:
+                losses = phase.task(**batch, **more)
+                # Gradients add up over micro-batches; dividing the loss makes their sum the mean.
+                accelerator.backward(losses["loss"] / accumulation)
+            self.losses.append(losses)
+        assert len(self.losses) == accumulation, "the batches ended within a step"
+
+        # Backward averages gradients over the processes, except those of gates in a phase of their own.
+        phase.average_gates()
+        max_norm = 0.0
+        if phase.clipped:
+            max_norm = config.optim.clip_norm
+        norm = clip_gradients(accelerator, phase.task.parameters(), max_norm)
+        self.norms[phase.name] = norm.item()
+
+        # One collective tells every process what any process has met: all skip, stop and count together.
+        loss = torch.stack([each["loss"].detach().float() for each in self.losses]).mean()
+        agreed = agree(loss, norm, self.setup.signals.received, self._new_bad_samples())
+        self.signal = agreed.signal
+        if agreed.bad_samples:
+            self.unreadable.share(gather_object)
+
+        # If the gradient is not finite, the scaler's own step skips the update and lowers the scale.
+        scaler_skips = scaler is not None and agreed.bad_norm
+        if agreed.finite or scaler_skips:
+            phase.optimizer.step()
+        elif scaler is not None:
+            scaler.update()  # clipping has unscaled the gradients; the scaler allows that once per update
+        phase.optimizer.zero_grad(set_to_none=True)
+        if not agreed.finite:
+            phase.restore_statistics()
+        lr = largest_learning_rate(phase.optimizer)
+        self.skipped.count(step, agreed, scaler, norm, loss, lr)
+        return agreed
+
     # ------------------------------------------------------------------ the loop around it
 
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the steps to do: until the last one, a signal, or no patience."""
+        """Yield the index of each step to do, until the last step, a signal or early stopping."""
         signals = self.setup.signals
-        signals.begun = True  # a step to finish
+        signals.begun = True  # from here on a signal lets the current step finish
         while self.done < self.span.stop and not self.signal and not self._out_of_patience():
             yield self.done
         signals.begun = False
-        # A signal may have come to one process after the last step: all ask once more.
+        # One process may have received a signal after its last step: agree once more, so that all end alike.
         received = max(self.signal, signals.received)
         zero = torch.zeros((), device=self.accelerator.device)
         signals.stopped = agree(zero, zero, received).signal
@@ -223,13 +236,18 @@ class TrainingLoop:
         return self.setup.signals.stopped
 
     def due(self, every: int, at_end: bool = False) -> bool:
-        """Whether to do now what is done every so many steps (0: never), or `at_end`."""
+        """Return whether work that is done every `every` steps (0: never) is due after this step.
+
+        With `at_end` the work is also due after the last step of a run that has at least `every` steps. Nothing is due
+        after a signal.
+        """
         if not every or self.signal:
             return False
-        return self.done % every == 0 or (at_end and self.done == self.span.stop >= every)
+        is_last = self.done == self.span.stop
+        return self.done % every == 0 or (at_end and is_last and self.done >= every)
 
     def save(self) -> None:
-        """Save a checkpoint if it is time or the last step; raise SaveError as `Saver` does."""
+        """Save a checkpoint if one is due or the run ends here; raise SaveError as `Saver.save` does."""
         last = self.done == self.span.stop or self.signal > 0 or self._out_of_patience()
         if last or self.done % self.config.save_every == 0:
             metadata = dict(self.metadata)
@@ -251,12 +269,12 @@ class TrainingLoop:
         return largest_learning_rate(self.optimizer)
 
     def averages(self) -> dict:
-        """Return `average_over_step` of the step just done; every process calls it."""
+        """Return losses and head usage of the step just done, see `average_over_step`; a collective."""
         return average_over_step(self.accelerator, self.losses)
 
     def metrics(self, values: dict, show: str, **counts) -> None:
-        """Log values and counts of the last step, with its learning rate and gradient norm."""
-        *_, norm = self.norms.values()
+        """Log values and counts of the step just done, with its learning rate and gradient norm."""
+        *_, norm = self.norms.values()  # of the last phase
         entry = dict(values)
         entry.update(lr=self.learning_rate, grad_norm=round(norm, 4), skipped=self.skipped.total)
         if GATES in self.norms:
@@ -270,13 +288,19 @@ class TrainingLoop:
         self.log.metrics(self.done, entry, show)
 
     def event(self, values: dict, show: str) -> None:
-        """Log an evaluation after the last step, and leave its time out of the rate."""
+        """Log an evaluation of the step just done; its time does not count in the logged rate."""
         self.log.event(self.done, values, show)
         self.log.pause()
 
     def judge(self, scores: dict, model: nn.Module) -> None:
-        """Take a validation's scores of the unwrapped model, before they are logged: the file is never behind the
-        log. Where patience is exhausted, the last step ends the run.
+        """Compare a validation with the best one so far; if it is better, write best.safetensors.
+
+        Call it before `event` logs the validation, so that the file is never older than the log. Where patience is
+        exhausted, the run ends after this step.
+
+        Args:
+            scores: of the validation.
+            model: the model that was scored, unwrapped.
         """
         best = self.best
         value = scores[best.key]
@@ -293,7 +317,7 @@ class TrainingLoop:
         best.take(self.done, value, better)
 
     def write_results(self, results: dict) -> None:
-        """Write OUTPUT/results.json, with the steps that are done."""
+        """Write OUTPUT/results.json, with the number of steps done."""
         if self.accelerator.is_main_process:
             results = dict(results, step=self.done)
             if self.done:
@@ -302,7 +326,7 @@ class TrainingLoop:
 
     @property
     def averaged(self) -> str:
-        """The EMA in words, with the share of the weights of step 1 that it still has."""
+        """What messages call the EMA; says which share of the EMA is still the weights of step 1."""
         left = self._first_weights_left()
         if not left:
             return "EMA"
@@ -322,45 +346,45 @@ class TrainingLoop:
         return self.unreadable is not None and self.unreadable.new
 
     def _heads_of_step(self, step: int) -> contextlib.AbstractContextManager:
-        """Run the share of heads that an elastic budget, if there is one, draws for a step."""
+        """Return a context in which the model runs the share of heads that the elastic budget draws for a step."""
         if self.elastic is None:
             return contextlib.nullcontext()
         return self.elastic.running(self.model, self.elastic.share_of(step))
 
     def _fetched(self, batches: Iterable[dict], count: int) -> Iterator[dict]:
-        """Yield the next `count` micro-batches; bad data among them ends the run with a line on every process."""
+        """Yield the next `count` micro-batches. Bad data ends the run; each process that met it prints a line."""
         with self.setup.errors((BadData,), every_rank=True):
-            for batch in islice(batches, count):  # noqa: UP028  `yield from` would close them after a step
-                yield batch
+            yield from islice(batches, count)
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
-        """Measure once a run, on its first micro-batch, where skipping heads pays; return all micro-batches."""
+        """Return the micro-batches; a run without a measurement table first makes one with the first of them."""
         attention = self.setup.attention
         if attention is None or attention.table is not None:
             return batches
         first = next(batches)
         calls: dict = {}
-        forward = self._collect_calls(calls, first, more)
-        make_table = partial(measured_table, calls, forward * self.config.optim.accumulation)
+        forward_seconds = self._collect_calls(calls, first, more)
+        step_seconds = forward_seconds * self.config.optim.accumulation
+        make_table = partial(measured_table, calls, step_seconds)
         attention.measure(make_table, self.folder, self.accelerator)
         self.log.pause()
         return chain([first], batches)
 
     def _collect_calls(self, calls: dict, batch: dict, more: dict) -> float:
-        """Add the calls of attention that training and evaluation make; return a forward's seconds.
+        """Add the attention calls that training and evaluation make to `calls`; return seconds of one forward.
 
-        Every process calls it: the forward passes may wait for one another.
+        Every process calls it: the forward of a wrapped task may be a collective.
         """
         config = self.config
         size = next(len(value) for value in batch.values() if isinstance(value, Tensor))
-        evaluated = getattr(getattr(config, "data", None), "eval_batch_size", size)
-        running = [contextlib.nullcontext]
+        eval_size = getattr(getattr(config, "data", None), "eval_batch_size", size)
+        share_contexts = [contextlib.nullcontext]
         if self.elastic:
             middle = self.elastic.between[len(self.elastic.between) // 2]
             shares = (self.elastic.smallest, middle, self.elastic.largest)
-            running = [partial(self.elastic.running, self.model, share) for share in shares]
+            share_contexts = [partial(self.elastic.running, self.model, share) for share in shares]
         with self.descent.drawing_experts():
-            for at_share in running:
+            for at_share in share_contexts:
                 with at_share():
                     collect(
                         calls,
@@ -369,14 +393,14 @@ class TrainingLoop:
                         training=True,
                         compiled=config.compile,
                     )
-        for at_share in running:
+        for at_share in share_contexts:
             with at_share():
-                forward = collect(
+                seconds = collect(
                     calls,
                     self.task,
                     lambda: self.task(**batch, **more),
                     training=False,
-                    compiled=config.compile and self.ema is None,  # the EMA is not compiled
-                    batch=evaluated / size,
+                    compiled=config.compile and self.ema is None,  # an EMA is evaluated uncompiled
+                    batch=eval_size / size,
                 )
-        return forward
+        return seconds

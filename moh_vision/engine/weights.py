@@ -1,4 +1,4 @@
-"""The weights of a model in training: their moving average, and FSDP2's shards, gathered where they are needed whole."""
+"""The weights of a model in training: their moving average, and gathering the shards of FSDP2."""
 
 import contextlib
 import math
@@ -16,16 +16,16 @@ from moh_vision.engine.config import EmaConfig
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a process holds only parts of the weights at present."""
+    """Return whether a process holds only its shards of the weights at present."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @contextlib.contextmanager
 def whole_weights(task: nn.Module) -> Iterator[None]:
-    """Keep all weights gathered, so that each process may call any module as often as it likes.
+    """Keep all weights gathered inside the `with` block, so that each process may call any module as often as it likes.
 
-    Without it every forward of a sharded module is a collective: a process with fewer batches would block the others
-    forever. Every process enters and leaves. Without FSDP, or inside another `whole_weights`, nothing is done.
+    Outside, every forward of a sharded module is a collective: a process with fewer batches would block the others
+    forever. Every process enters and leaves the block. It is a no-op without FSDP, or inside another `whole_weights`.
 
     Args:
         task: the module that accelerate wraps, or one that holds it.
@@ -41,22 +41,22 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(True, recurse=False)  # as FSDP was set up by accelerate
+            unit.set_reshard_after_forward(True, recurse=False)  # as accelerate sets it
 
 
 def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load whole weights into a model that may be sharded; a collective.
+    """Load a state dict of whole tensors into a model that may be sharded; a collective.
 
-    Not strict, because a tied weight is stored under one of its names alone.
+    Missing names are allowed, because a tied weight is stored under only one of its names.
     """
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 class ModelEma(ModelEmaV3):
-    """timm's ModelEmaV3, whose `module` stays whole on every process with sharded weights.
+    """timm's ModelEmaV3 for a model that may be sharded: the average, `module`, is whole on every process.
 
-    Make it before accelerate shards the model. An update then gathers one tensor at a time: it costs the traffic of
-    one more forward pass, and every process has memory for the whole average.
+    Make it before accelerate shards the model. With sharded weights an update gathers one tensor at a time, which
+    costs as much traffic as a forward pass, and every process needs memory for the whole average.
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
@@ -70,17 +70,17 @@ class ModelEma(ModelEmaV3):
 
     @torch.no_grad()
     def set(self, model: nn.Module) -> None:
-        """Start again from the weights of `model`."""
+        """Set the average to the weights of `model`."""
         for average, (_, value) in zip(self.module.state_dict().values(), gathered(model)):
             average.copy_(value)
 
 
-LEFT = 0.01  # a smaller share of the first weights in an average counts as none
+LEFT = 0.01  # a share of the first weights in an average that is smaller than this counts as none
 
 
 def first_weights_left(ema: EmaConfig, steps: int) -> float:
-    """Return the share of the weights of step 1 in their average after so many steps; 0 below LEFT."""
-    # ModelEmaV3 wants a module, of which only the schedule of the decay is used. This one draws no random numbers.
+    """Return the share that the weights of step 1 have in the EMA after `steps` steps; 0 if it is below LEFT."""
+    # Only the decay schedule of ModelEmaV3 is used, but it needs a module; making this one draws no random numbers.
     unused = nn.LayerNorm(1)
     average = ModelEmaV3(unused, decay=ema.decay, use_warmup=ema.warmup)
     share = 1.0
@@ -92,11 +92,11 @@ def first_weights_left(ema: EmaConfig, steps: int) -> float:
 
 
 def short_enough(ema: EmaConfig, steps: int) -> str:
-    """Suggest, in words, settings with which an average forgets the first weights in so many steps."""
-    forgets = 1 - LEFT ** (1 / max(1, steps - 1))  # 1 - decay, where decay ** (steps - 1) is LEFT
-    # Rounded down at its first decimal that is not 0, so that it forgets at least as fast.
-    digits = math.ceil(-math.log10(forgets))
-    decay = round(1 - math.ceil(forgets * 10**digits) / 10**digits, digits)
+    """Suggest, in words, EMA settings with which less than LEFT of the first weights is left after `steps` steps."""
+    forgotten = 1 - LEFT ** (1 / max(1, steps - 1))  # 1 - decay, where decay ** (steps - 1) is LEFT
+    # Round 1 - decay up at its first decimal that is not 0: the average then forgets at least as fast.
+    digits = math.ceil(-math.log10(forgotten))
+    decay = round(1 - math.ceil(forgotten * 10**digits) / 10**digits, digits)
     choices = [f"ema.decay {decay:g}"]
     warm = replace(ema, warmup=True)
     if not ema.warmup and not first_weights_left(warm, steps):
@@ -105,7 +105,7 @@ def short_enough(ema: EmaConfig, steps: int) -> str:
 
 
 def make_ema(model: nn.Module, ema: EmaConfig | None, device) -> ModelEma | None:
-    """Move a model, not sharded yet, to `device`; return its average, or None without a decay."""
+    """Move a model that is not sharded yet to `device`; return its EMA, or None if `ema` has no decay."""
     model.to(device)
     if ema is None or not ema.decay:
         return None
@@ -113,7 +113,10 @@ def make_ema(model: nn.Module, ema: EmaConfig | None, device) -> ModelEma | None
 
 
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a state dict, FSDP's shards whole; a collective, which every process goes through to its end."""
+    """Yield names and tensors of a model's state dict, gathering each tensor that FSDP shards.
+
+    A collective: every process must exhaust the iterator.
+    """
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
             value = value.full_tensor()

@@ -1,1 +1,1 @@
-"""Measures of what a model does; extractors and models are handed in."""
+"""Accuracy of classifiers, and scores of generated images."""

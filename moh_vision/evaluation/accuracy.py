@@ -34,29 +34,34 @@ def evaluate(
         best = logits.topk(min(5, classes), dim=-1).indices  # [B, 5]
         hit = best == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        of_many = len(labels) if classes > 5 else 0
-        counts = [hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels), of_many]
+        with_top5 = len(labels) if classes > 5 else 0  # number of images
+        counts = [hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels), with_top5]
         totals += torch.tensor(counts)
-    top1, top5, loss, images, of_many = reduce(totals).tolist()
+    top1, top5, loss, images, with_top5 = reduce(totals).tolist()
     if not images:
         raise ValueError("there are no images to evaluate")
     scores = dict(top1=100 * top1 / images)
-    if of_many:  # of 5 classes and fewer it is always 100 %
+    if with_top5:  # left out for 5 classes or fewer, where it is always 100 %
         scores["top5"] = 100 * top5 / images
     return dict(scores, loss=loss / images, images=int(images))
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the likeliest of each image's labels [B] or [B, L], by logits [B, classes].
+    """Return, for each image, the one of its labels that has the highest logit, [B].
 
-    Some label is among the best k classes if and only if this one is.
+    Any of an image's labels is among the top k classes if and only if this one is.
+
+    Args:
+        logits: [B, classes].
+        labels: [B] or, where several are right, [B, L].
     """
     labels = labels.view(len(labels), -1)  # [B, L]
-    return labels.gather(1, logits.gather(1, labels).argmax(1, keepdim=True))[:, 0]
+    best = logits.gather(1, labels).argmax(1, keepdim=True)  # [B, 1]
+    return labels.gather(1, best)[:, 0]
 
 
 def summary(scores: dict) -> str:
-    """Return one line of what validation found."""
+    """Format the scores of a validation as one line."""
     parts = [f"top-1 {scores['top1']:.2f} %"]
     if "top5" in scores:
         parts.append(f"top-5 {scores['top5']:.2f} %")

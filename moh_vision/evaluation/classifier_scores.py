@@ -1,6 +1,6 @@
 """Scores of class-conditional samples with a classifier trained on the same classes.
 
-They are no FID: the features are the classifier's, and they are named after it.
+The distance is not FID, because the features are the classifier's.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,15 @@ from moh_vision.evaluation.fidelity.statistics import Moments
 def score_with_classifier(
     classifier, generated: Iterable[dict], reference: Iterable[dict], device
 ) -> dict:
-    """Return the shares of images classified as their class, and the distance of Gaussians fitted to the features.
+    """Return the shares of images classified as their label, and the distance of Gaussians fitted to the features.
 
-    The distance is None with no more images than features. `classifier` is a timm model in eval mode; batches are dicts
-    of images [B, C, h, w], normalised for it, and labels [B], for samples the requested classes.
+    The distance is None unless both sets have more images than there are features.
+
+    Args:
+        classifier: a timm model in eval mode.
+        generated, reference: batches, dicts of images [B, C, h, w], normalised for the classifier, and labels [B]; the
+            label of a generated image is the class that was requested.
+        device: where the classifier runs.
     """
 
     def run(batches: Iterable[dict]):

@@ -1,6 +1,6 @@
 """Language models: translation, masked and causal models, and LLaMA with routed heads.
 
-Nothing here needs the packages of the extra "text" before it is used.
+Importing this package needs none of the packages of the extra "text": `create_text_model` is imported on first access.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_text_model"]
 
+# Model class and converter by name, so that nothing is imported before a model is converted.
 TRANSFORMERS = "transformers.modeling_utils.PreTrainedModel"
 CONVERTERS[TRANSFORMERS] = "moh_vision.language.models.llama.model:convert_llama"
 

@@ -1,4 +1,4 @@
-"""A run on text: translation, masked and causal language models."""
+"""Configuration of a run on text: translation, masked and causal language models."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,11 +8,13 @@ from typing import Any, Literal
 from moh_vision.engine.config import TRAINS, HeadBudgets, OptimConfig, RunConfig
 from moh_vision.engine.keys import Section, key, plain
 
+# Conditions under which a key has an effect (`needs`).
 TRANSLATES = "model.name=mt_*"
 CAUSAL = "model.name=clm_*"
-MODELS = "model.name=clm_* or model.name=mlm_*"
-OWN_WORDS = "not .tokenizer"
-WORDS = 10  # of source and target for counting a translation, as in Zhang 2022, table 1
+READS_BLOCKS = "model.name=clm_* or model.name=mlm_*"
+NEW_VOCABULARY = "not .tokenizer"
+# Words of the source and of the target when the MACs of a translation are counted, as in Zhang 2022, table 1.
+WORDS = 10
 
 
 @dataclass
@@ -22,14 +24,15 @@ class TextModelConfig(Section, section="model"):
     name: str = key("mt_transformer_base")
     """A preset of moh_vision.language.models.create."""
     head_budget: HeadBudgets | None = key(None, ge=0)
-    """Share of active heads, as of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer."""
+    """Share of active heads, as for image models: 0.75, "uniform:0.75", or one [shared, routed] per layer."""
     kwargs: dict[str, Any] | None = key(None)
     """Further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}."""
     pretrained: str | None = key(None)
-    """Start from a causal model of transformers' Llama or Qwen families: a folder, or its name on the Hugging Face hub. It
-    brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that of data.tokenizer."""
+    """Start from a causal model of transformers' Llama or Qwen families: a folder, or a name on the Hugging Face hub.
+    model.name must be clm_pretrained. The model keeps its sizes, but its vocabulary grows to that of data.tokenizer."""
     convert: dict[str, Any] | None = key(None, needs=".pretrained")
-    """Arguments of moh_vision.convert for it, such as {router: query_norm}; left out: it stays as it is."""
+    """Convert the pretrained model with these arguments of moh_vision.convert, such as {router: query_norm}; left out:
+    it is not converted."""
 
     def agree(self) -> None:
         if not self.name.startswith(("mt_", "mlm_", "clm_")):
@@ -43,7 +46,8 @@ class TextModelConfig(Section, section="model"):
                 )
         if self.pretrained is None:
             return
-        if self.name != "clm_pretrained":  # clm_moh_small_75, say, would have none of its routers
+        # A name such as clm_moh_small_75 would promise routers that the pretrained model lacks.
+        if self.name != "clm_pretrained":
             raise ValueError(
                 f"model.pretrained needs model.name clm_pretrained, not {self.name}: it brings its model"
             )
@@ -53,7 +57,7 @@ class TextModelConfig(Section, section="model"):
             )
 
     def arguments(self) -> dict | None:
-        """Return arguments of the preset, or with `pretrained` of convert (None: unchanged)."""
+        """Return the arguments of the preset, or with `pretrained` those of convert (None: no conversion)."""
         arguments = self.kwargs
         if self.pretrained is not None:
             arguments = self.convert
@@ -71,8 +75,8 @@ class TextDataConfig(Section, section="data"):
     SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] of a Hugging Face data set. Causal language models also read
     what tokenise wrote."""
     mixture: list[dict[str, Any]] | None = key(None, needs=CAUSAL)
-    """What is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of the blocks drawn, a source has the share
-    weight / sum of weights. A relative root is inside data.root, where val and test are."""
+    """Sources of the training text, a list of {root: FOLDER, weight: NUMBER, name: TEXT}. A source gives the share
+    weight / (sum of weights) of the blocks. A relative root is inside data.root, which also holds val and test."""
     source: str = key("en", needs=TRANSLATES)
     """Language translated from."""
     target: str = key("de", needs=TRANSLATES)
@@ -80,39 +84,41 @@ class TextDataConfig(Section, section="data"):
     train: str = key("train")
     """Name of the training split."""
     val: str = key("val")
-    """Name of the split that is looked at while training."""
+    """Name of the validation split, which is scored during training and at the end."""
     test: str | None = key(None, free=True)
-    """Name of the split that is scored at the end too; left out: none."""
+    """Name of a split that is scored at the end as well; left out: none."""
     tokenizer: str | None = key(None)
-    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split; left out with
-    init_from of a run: that run's. Causal language models also take the folder of a transformers tokenizer."""
+    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split. Left out
+    with init_from of a run: the vocabulary of that run. Causal language models also take the folder of a transformers
+    tokenizer."""
     vocab_size: int | None = key(None, ge=2, needs=CAUSAL)
-    """Tokens of the model, at least as many as its tokenizer has; left out: as many."""
-    merges: int = key(32000, ge=0, needs=f".words=null; {OWN_WORDS}")
-    """Merges of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens."""
-    target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
+    """Vocabulary size of the model, at least that of its tokenizer; left out: that of its tokenizer."""
+    merges: int = key(32000, ge=0, needs=f".words=null; {NEW_VOCABULARY}")
+    """Merges of the byte-pair encoding: the vocabulary has a token for each of 256 bytes and for each merge."""
+    target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; {NEW_VOCABULARY}")
     """Merges of the target's own vocabulary; left out: one vocabulary for both languages."""
-    words: int | None = key(None, ge=0, needs=f"{MODELS}; {OWN_WORDS}")
-    """Number of the most frequent words that the vocabulary has instead of byte pairs, for an adaptive softmax; 0: all."""
-    lowercase: bool = key(False, needs=OWN_WORDS)
+    words: int | None = key(None, ge=0, needs=f"{READS_BLOCKS}; {NEW_VOCABULARY}")
+    """Make a vocabulary of this many most frequent words instead of byte pairs, for an adaptive softmax; 0: all."""
+    lowercase: bool = key(False, needs=NEW_VOCABULARY)
     """Turn all text to lower case."""
     allow_empty: bool = key(False, needs=TRANSLATES)
-    """Leave pairs with an empty side out, instead of refusing the text."""
+    """Leave out pairs with an empty side, instead of refusing the text."""
     max_tokens: int = key(4096, ge=8, needs=TRANSLATES)
-    """Largest size of a micro-batch, sentences times the tokens of the longest, of either side."""
+    """Largest size of a micro-batch: sentences times the tokens of the longest one, source or target."""
     max_length: int = key(250, ge=1, needs=TRANSLATES)
     """Training pairs with more tokens on a side are left out."""
     max_ratio: float | None = key(None, gt=1, needs=TRANSLATES)
-    """Training pairs where one side has more than so many times the tokens of the other stay out; left out: no limit."""
+    """Training pairs in which one side has more than this many times the tokens of the other are not used; left out: no
+    limit."""
     share: float = key(1.0, gt=0, le=1, needs=TRANSLATES)
     """Share of the training pairs that are used, as for subsets of 5 to 100 % (Peng 2020, section 5.2)."""
-    block: int = key(128, ge=3, needs=MODELS)
+    block: int = key(128, ge=3, needs=READS_BLOCKS)
     """Tokens in a block."""
     context: int = key(0, ge=0, lt="block", needs=CAUSAL)
-    """Tokens of a validation window that are only seen; block - context are scored."""
+    """Tokens at the start of a validation window that are context only; the other block - context are scored."""
     mask_prob: float = key(0.15, gt=0, lt=1, needs="model.name=mlm_*")
     """Share of the tokens that are to be predicted."""
-    eval_batch_size: int = key(32, ge=1, free=True, needs=MODELS)
+    eval_batch_size: int = key(32, ge=1, free=True, needs=READS_BLOCKS)
     """Blocks at a time in validation, on each process."""
     workers: int = key(0, ge=0, free=True)
     """Loader processes of each rank."""
@@ -134,10 +140,10 @@ class TextDataConfig(Section, section="data"):
 
 
 def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Check data.mixture, and name unnamed sources after the last part of their root."""
+    """Return data.mixture, checked, with unnamed sources named after the last part of their root."""
     checked = []
-    for number, source in enumerate(sources):
-        where = f"data.mixture {number}"
+    for index, source in enumerate(sources):
+        where = f"data.mixture {index}"
         for entry in source:
             if entry not in ("root", "weight", "name"):
                 raise ValueError(
@@ -167,7 +173,7 @@ class TextOptimConfig(OptimConfig):
     """Optimiser and schedule."""
 
     name: str = key("adamw")
-    """One of timm's optimisers, such as adamw, or nesterov: SGD with Nesterov momentum, as Baevski and Auli 2019 train."""
+    """One of timm's optimisers, such as adamw, or nesterov: SGD with Nesterov momentum, as in Baevski and Auli 2019."""
     lr: float = key(7e-4)
     weight_decay: float = key(0.0)
     """Weight decay, which is not applied to biases, norms and routers."""
@@ -175,8 +181,8 @@ class TextOptimConfig(OptimConfig):
     eps: float | None = key(1e-9)
     momentum: float | None = key(0.99)
     """Momentum of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon."""
-    batch_size: int = key(32, needs=MODELS)
-    """Blocks per step over all processes and accumulation. (Translation: data.max_tokens.)"""
+    batch_size: int = key(32, needs=READS_BLOCKS)
+    """Blocks per step, over all processes and micro-batches. (Translation: data.max_tokens.)"""
     accumulation: int = key(1)
     """Micro-batches that make up a step, on each process."""
     schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = key("inverse_sqrt")
@@ -204,20 +210,20 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
     length_penalty: float = key(1.0, ge=0, needs=".beam!=1")
     """The score of a hypothesis is divided by its length to this power."""
     max_length: int = key(50, ge=1)
-    """A translation has at most so many tokens more than its source."""
+    """A translation has at most this many tokens more than its source."""
     batch_size: int = key(64, ge=1)
     """Sentences at a time."""
     tokenizer: Literal["13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "given"] | None = key(
         None
     )
-    """Tokenizer of BLEU, one of sacrebleu's; or "given" for text that is tokenised already, as with Moses: it is then scored as it
-    stands, and in sacreBLEU's form as without. Left out: sacrebleu's choice by data.target (zh, ja-mecab or ko-mecab, the
-    last two by packages of their own; else 13a)."""
+    """Tokenizer of BLEU, one of sacrebleu's; left out: sacrebleu's choice by data.target (zh, ja-mecab or ko-mecab, of
+    which the last two need further packages; else 13a). "given" is for text that is tokenised already, as with Moses:
+    the papers' form of BLEU scores this text as it is, and sacreBLEU's form takes sacrebleu's choice."""
     compound_split: bool = key(False)
-    """In that BLEU, split hyphenated words, as the papers do for WMT14 EN-DE."""
+    """Split hyphenated words in the papers' form of BLEU, as they do for WMT14 EN-DE."""
     gate_modes: list[Literal["soft", "argmax", "random"]] = key(["soft"])
-    """How the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the mixture; "argmax",
-    the likeliest expert; "random", a drawn one, five times."""
+    """Modes of the encoder's MAE gates; the split is translated once in each (Peng 2020, table 5): "soft", the mixture;
+    "argmax", the likeliest expert; "random", an expert drawn at random, in five translations."""
 
 
 @dataclass
@@ -228,16 +234,17 @@ class LanguageConfig(RunConfig):
     max_steps: int = key(1000, ge=0)
     """Optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are."""
     label_smoothing: float = key(0.1, ge=0, lt=1)
-    """Label smoothing of the cross-entropy, inside the task, so that the auxiliary losses stay."""
+    """Label smoothing of the cross-entropy; it does not change the auxiliary losses."""
     eval_every: int = key(0, ge=0, free=True)
-    """Steps between looks at the val split; 0: only at the end."""
+    """Steps between validations; 0: only at the end."""
     patience: int = key(0, ge=0, free=True, needs="eval_every")
-    """Stop after so many looks at the val split in a row without a lower loss; 0: never."""
+    """Stop after this many validations in a row without a lower loss; 0: never."""
     keep_weights_every: int = key(0, ge=0, free=True)
-    """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, which from_pretrained reads; 0: none."""
+    """Steps between copies of the weights in OUTPUT/weights/step_N, which from_pretrained reads; 0: no copies."""
     average: int = key(1, ge=1, free=True)
-    """The final scores are of the mean of so many last checkpoints' weights, or of the last ones (with
-    patience also the best ones) if their validation loss is lower; 1: with patience of the weights of lowest loss (best.safetensors), else of the last ones."""
+    """Average the weights of this many last checkpoints for the final scores, unless the last weights (or with patience
+    the best ones) have a lower validation loss. 1: score the best weights (best.safetensors) with patience, else the
+    last ones."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: TextOptimConfig = field(default_factory=TextOptimConfig)
@@ -256,6 +263,7 @@ class LanguageConfig(RunConfig):
 
     def routers(self) -> set[str]:
         """Return the routers that the name and the arguments of the model mention."""
+        # "nobcd" is a MAE. UNI-MAE mixes all experts equally, without gates, so it does not count as one.
         preset = self.model.name.replace("nobcd", "mae").replace("uni_mae", "")
         text = f"{preset} {self.model.kwargs}"
         routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in text}
@@ -274,7 +282,7 @@ class LanguageConfig(RunConfig):
         return {**sizes, **given}
 
     def check_model(self, model: Any) -> None:
-        """Raise ValueError for what cannot be had with a model of this transformers config."""
+        """Raise ValueError if a key does not go together with a model of this transformers config."""
         if self.label_smoothing and getattr(model, "adaptive_cutoffs", None):
             raise ValueError(
                 f"label_smoothing {self.label_smoothing:g}: an adaptive softmax never computes all words, set it to 0"

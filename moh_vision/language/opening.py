@@ -21,7 +21,7 @@ from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
 class OpenedText(Opened):
-    """A language model. `config`: `LanguageConfig` of its run; None: a folder without data."""
+    """An opened language model. `config` is the `LanguageConfig` of its run; None: a model that no run wrote."""
 
     kind = "text"
     unit = "blocks"
@@ -29,7 +29,7 @@ class OpenedText(Opened):
     scored_on = "{c.data.root}, {c.data.val}"
 
     def text(self, training: bool = False) -> TextInputs:
-        """Open the text of the run; `training`: with that of the training split."""
+        """Return the text of the run, opened once; `training`: with the training split."""
         if self.config is None:
             raise ValueError(
                 f"{self.metadata['weights']}: of no run, whose configuration says where its text is"
@@ -59,12 +59,12 @@ class OpenedText(Opened):
             raise ValueError(
                 f"--images {count}: these and as many others are needed, {self.config.data.train} has {total} blocks"
             )
-        # (position, number of the block), evenly spread; what a causal model reads does not depend on the position.
+        # (position, index of the block), evenly spread. The position is 0, because it does not change a causal block.
         samples = [(0, i * total // (2 * count)) for i in range(2 * count)]
         return self._batches(train, samples[::2]), self._batches(train, samples[1::2])
 
     def _batches(self, blocks, samples: Sequence[tuple[int, int]]) -> list[dict]:
-        """Load samples, as many at a time as in validation."""
+        """Load samples in batches of data.eval_batch_size."""
         size = self.config.data.eval_batch_size
         starts = range(0, len(samples), size)
         return list(load_batches(blocks, [samples[start : start + size] for start in starts]))
@@ -87,6 +87,7 @@ class OpenedText(Opened):
         return routed_losses(self.model.to(self.accelerator.device), self.accelerator)
 
     def _perplexity(self, batches: Iterable[dict]) -> dict:
+        # One process: there is nothing to reduce.
         return perplexity(self._losses(), batches, self.accelerator.device, lambda total: total)
 
     def scores(self) -> dict:
@@ -116,7 +117,7 @@ def open_run(
     command: str = "open_run",
     saved: SavedConfig | None = None,
 ) -> OpenedText:
-    """Open a language model, see `moh_vision.open_run`; options are those of data and precision."""
+    """Open a language model, see `moh_vision.open_run`; `options` may set keys of data and precision."""
     file = weights_file(path, weights)
     folder = run_of(file)
     if not (folder / CONFIG).is_file():
@@ -125,13 +126,13 @@ def open_run(
         return OpenedText(
             None, model, dict(architecture=model.config.model_type, weights=str(path))
         )
-    asked = ["--config", str(folder / CONFIG), *options]
-    config = parse_config(LanguageConfig, asked, command, saved)
+    arguments = ["--config", str(folder / CONFIG), *options]
+    config = parse_config(LanguageConfig, arguments, command, saved)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    said = read_safetensors(file, lambda name: False)[1]
-    metadata = {"architecture": config.model.name, **said, "weights": str(file)}
+    _, stored = read_safetensors(file, lambda name: False)  # reads metadata, no tensor
+    metadata = {"architecture": config.model.name, **stored, "weights": str(file)}
     return OpenedText(config, text_from_run(file).to(device or "cpu"), metadata)

@@ -1,4 +1,4 @@
-"""The task of language models: what accelerate wraps."""
+"""The task of language models: model and losses in one module, which accelerate wraps."""
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from moh_vision.attention.losses import RoutedTask
 class LanguageTask(RoutedTask):
     """Cross-entropy of the tokens to predict, for translation, masked and causal language models.
 
-    Label smoothing is here, because a trainer's own would drop the auxiliary losses.
+    Labels are smoothed here, because the label smoothing of a trainer would drop the auxiliary losses.
     """
 
     def __init__(
@@ -24,17 +24,18 @@ class LanguageTask(RoutedTask):
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Tensor | None = None, **inputs: Tensor):
-        """Compute the losses of a batch, with nll in nats a token.
+        """Return a dict of the batch's losses, with nll in nats per token.
 
         Args:
-            labels: [B, T]; -100: no prediction.
-            tokens: what the sum over labels is divided by; None: the number of labels. With (the step's labels) /
-                (micro-batches), the mean loss of micro-batches is the loss of one big batch.
+            labels: [B, T]; -100: no loss.
+            tokens: divisor of the summed losses; None: the number of labels in this batch. With (labels of the step) /
+                (micro-batches of the step), the mean over micro-batches is the loss of one large batch.
             **inputs: of the model.
         """
+        # loss and nll: [B, T]
         loss, nll, stats = self.model.routed_loss(
             labels, label_smoothing=self.label_smoothing, **inputs
-        )  # loss and nll: [B, T]
+        )
         if tokens is None:
             tokens = (labels != -100).sum().clamp_min(1)
         return dict(self.losses(loss.sum() / tokens, stats), nll=nll.detach().sum() / tokens)

@@ -29,9 +29,10 @@ from moh_vision.models.elastic import elastic_budget, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
-MOST_AVERAGED = 0.2  # share of a run that its averaged checkpoints may reach back, without a word
+MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
 
-# A command says in one line what to install; an import raises ImportError.
+# Without the packages of the extra "text", a command prints one line that says what to install, and an import raises
+# ImportError.
 with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
@@ -57,27 +58,29 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         )
 
     if task_for(config.model) == "mt":
-        bleu_tokenizer(config.data.target, config.generate.tokenizer)  # may lack a package
+        # Raises at once if the tokenizer needs a package that is missing.
+        bleu_tokenizer(config.data.target, config.generate.tokenizer)
 
-    # ---------------------------------------------------------------- lock the folder; a run that goes on has its tokenizer
+    # ---------------------------------------------------------------- lock the folder, open the text
     span = setup.find_checkpoint(config.max_steps)
     checkpoint = span.checkpoint
-    tokenizer = tokenizer_of(config, config.output if checkpoint else None)
+    resumed_run = config.output if checkpoint else None  # this folder holds the tokenizer
+    tokenizer = tokenizer_of(config, resumed_run)
     inputs_class = INPUTS[task_for(config.model)]
     with accelerator.main_process_first():
         cache = cache_beside(config.output)
         text = inputs_class(config.data, cache, config.seed, tokenizer)
 
     notes = notes_on_scores(config, text)
-    if not checkpoint:  # an earlier run may go on
+    if not checkpoint:  # say this once, when the run begins
         if config.max_steps:
-            say(text.scored_files())
+            say(text.scored_files())  # raises if a scored file is also trained on
         for note in notes:
             say(note)
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
-    model, arguments = build_model(config, text, bool(checkpoint))
+    model, arguments = build_model(config, text, resumed=bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
@@ -96,7 +99,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)
     description = ""
-    if config.dry_run:  # shows an elastic budget's largest share
+    if config.dry_run:  # describes an elastic budget at its largest share
         shown = describe(name, model, **text.example())
         description = with_elastic(shown, elastic, "\n")
     else:
@@ -112,7 +115,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         return
     if accelerator.is_main_process and not checkpoint:
         text.save(folder.path, micro_batches)
-        for model_config in configs_of(model):  # with model.safetensors what from_pretrained reads
+        for model_config in configs_of(model):  # from_pretrained reads them with model.safetensors
             model_config.save_pretrained(folder.path)
 
     # ---------------------------------------------------------------- task and optimiser
@@ -144,16 +147,16 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         say_long_average(config, span)
         evaluate = evaluation_of(text, loop.task, accelerator, loop.log)
         batches = load_batches(text.train, sampler, config.data.workers)
-        if not config.max_steps:  # no step saves the weights that are scored
+        if not config.max_steps:  # the weights to score are saved here, because there is no step
             loop.save()
         for step in loop.steps():
-            with setup.errors(every_rank=True, code=1):  # changed text, or invalid ids
+            with setup.errors(every_rank=True, code=1):  # text that has changed, or invalid ids
                 step_batches = [
                     send_to_device(batch, accelerator.device, non_blocking=True)
                     for batch in islice(batches, config.optim.accumulation)
                 ]
-            # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
-            # mean over all its labels.
+            # Micro-batches have different numbers of labels. Each sum of losses is divided by the mean number, so
+            # that the loss of the step is the mean over all labels of the step.
             local_labels = sum((batch["labels"] != -100).sum() for batch in step_batches)
             labels = accelerator.reduce(local_labels.float(), "sum")
             epoch = sampler.epoch(step)
@@ -163,9 +166,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
                 values = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"
                 loop.metrics(values, f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, {rate}")
-            # Before the save, so that a run that goes on from there knows of it.
+            # Validate before the save, so that the checkpoint holds the score.
             if config.eval_every and loop.done % config.eval_every == 0:
-                with setup.errors(code=1):  # a loss that is not finite
+                with setup.errors(code=1):  # the loss may not be finite
                     scores = evaluate(text.val, "validation")
                 loop.judge(scores, loop.model)
                 loop.event(
@@ -179,7 +182,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
 
 def say_long_average(config: LanguageConfig, span: Span) -> None:
-    """Say before step 1 if the checkpoints that are averaged reach far back, and what to set."""
+    """Warn before the first step if the averaged checkpoints span a large part of the run, and say what to set."""
     if config.average == 1 or span.start == span.stop:
         return
     reach = (config.average - 1) * config.save_every
@@ -192,7 +195,7 @@ def say_long_average(config: LanguageConfig, span: Span) -> None:
 
 
 def keep_weights(loop: TrainingLoop) -> None:
-    """Write OUTPUT/weights/step_N, a transformers model with tokenizer; every process calls it."""
+    """Write OUTPUT/weights/step_N, a transformers model with its tokenizer. Collective: every process must call it."""
     folder = loop.folder / "weights" / f"step_{loop.done}"
     main = loop.accelerator.is_main_process
     if main:
@@ -205,7 +208,7 @@ def keep_weights(loop: TrainingLoop) -> None:
 
 
 def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
-    """Score the configured final weights and write results.json; every process calls it."""
+    """Score the configured final weights and write results.json. Collective: every process must call it."""
     if loop.best.exhausted:
         looks = f"{loop.best.waited} validations without a lower loss than {loop.best.value:.4f}"
         loop.log.say(f"stopped after {loop.done} steps: {looks}")
@@ -220,8 +223,10 @@ def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
                 loop.log.say("\n".join(lines))
                 scores["by_share"] = shares
     results.update(scores)
-    for step, loss in earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]:
-        if step == loop.done and results["weights"] == BEST and loop.config.average == 1:
+    last_validation = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
+    scores_best = results["weights"] == BEST and loop.config.average == 1
+    for step, loss in last_validation:
+        if step == loop.done and scores_best:
             scored = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             loop.log.say(
                 f"validation loss: {scored}, which the scores are of; {loss:.4f} with the last weights"

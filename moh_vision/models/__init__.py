@@ -1,4 +1,4 @@
-"""Models in timm's registry. timm groups them by file name: keep file names unique."""
+"""Register our models with timm, which groups them by file name: keep file names unique."""
 
 from timm.models import _factory, register_notrace_module
 
@@ -11,16 +11,16 @@ DIFFUSERS = "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DMo
 CONVERTERS["timm.models.vision_transformer.VisionTransformer"] = "moh_vision.models.vit:convert_vit"
 CONVERTERS["timm.models.eva.Eva"] = "moh_vision.models.eva:convert_eva"
 CONVERTERS[DIFFUSERS] = "moh_vision.models.dit_transformer:convert_diffusers"
-# A leaf for timm's and torchvision's feature extraction: heads are chosen at run time.
+# Feature extraction of timm and torchvision must not trace into this layer: heads are chosen at run time.
 register_notrace_module(HeadMixtureAttention)
 
 
-def _load(model, checkpoint_path, *args, theirs=_factory.load_checkpoint, **kwargs):
-    if hasattr(model, "checkpoint_filter"):
+def _load(model, checkpoint_path, *args, timm_loader=_factory.load_checkpoint, **kwargs):
+    if hasattr(model, "checkpoint_filter"):  # our models
         return load_checkpoint(model, checkpoint_path)
-    return theirs(model, checkpoint_path, *args, **kwargs)
+    return timm_loader(model, checkpoint_path, *args, **kwargs)
 
 
-# For timm.create_model(..., checkpoint_path=FILE): timm reads one layout, and of official DiTs the "model"
-# weights, not the EMA of the papers' tables.
+# timm.create_model(..., checkpoint_path=FILE) calls this. timm's own loader reads one layout only, and takes
+# "model" from official DiT files, not the EMA with which the paper's tables were made.
 _factory.load_checkpoint = _load

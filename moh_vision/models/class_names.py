@@ -13,10 +13,10 @@ from moh_vision.models.weight_files import read_safetensors
 
 
 def listed(names: Any, where: str) -> list[str] | None:
-    """Return class names in order, from a list or timm's mapping by number; None without names.
+    """Return class names in order, from a list or timm's mapping from index to name; None if there are none.
 
     Args:
-        where: where the names are, for messages.
+        where: where the names were found, for messages.
     """
     if isinstance(names, dict):
         names = [names.get(str(c)) for c in range(len(names))]
@@ -28,7 +28,10 @@ def listed(names: Any, where: str) -> list[str] | None:
 
 
 def saved_with(file: Path) -> list[str] | None:
-    """Read the class names saved with weights by a run, timm or our pipeline, or in a classes.txt; None without names."""
+    """Return the class names that a run, timm or our pipeline saved with a weights file, or those of a classes.txt.
+
+    None: there are no names.
+    """
     if file.suffix == ".safetensors":
         names = read_safetensors(file, lambda name: False)[1].get("classes")
         if names:
@@ -46,18 +49,18 @@ def saved_with(file: Path) -> list[str] | None:
 
 
 def places(classes: Sequence[str], theirs: Sequence[str]) -> list[int] | None:
-    """Return the number that each of `classes` has in `theirs`; None unless both hold the same names, each once."""
-    number = {name: c for c, name in enumerate(theirs)}
-    if not len(number) == len(theirs) == len(classes) or set(number) != set(classes):
+    """Return the index in `theirs` of each of `classes`; None unless both hold the same names, each once."""
+    index = {name: c for c, name in enumerate(theirs)}
+    if not len(index) == len(theirs) == len(classes) or set(index) != set(classes):
         return None
-    return [number[name] for name in classes]
+    return [index[name] for name in classes]
 
 
 def assumed_order(source: str, classes: Sequence[str]) -> tuple[list[str], str]:
-    """Return the names of the classes of weights that name none, and a line that says so.
+    """Return class names in the order assumed for weights that do not name their classes, and a line that says so.
 
-    timm's training sorts class folders naturally and in lower case; torchvision, and so most official code, and this
-    package sort them as text.
+    timm's training sorts class folders by the numbers in them and without regard to case. This package sorts them
+    as text, as do torchvision and therefore most official code.
 
     Args:
         source: the weights: a file, a folder, or what `timm.create_model` takes.
@@ -65,7 +68,7 @@ def assumed_order(source: str, classes: Sequence[str]) -> tuple[list[str], str]:
     """
     local = Path(source.removeprefix("local-dir:"))
     folder = local if local.is_dir() else local.parent
-    if not local.exists() or "architecture" in _read(folder / "config.json"):  # weights of timm
+    if not local.exists() or "architecture" in _read(folder / "config.json"):  # timm's weights
         ordered = sorted(classes, key=natural_key)
         rule = "timm's order (2 before 10, a before B)"
     else:

@@ -28,9 +28,9 @@ from moh_vision.models.head_budgets import record_budget
 from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.registry import converter_for
 
-# Routers that can start as plain attention. MoA's experts share keys, unlike a ViT's heads.
+# Routers that can start as plain attention. MoA's cannot: its experts share keys, a ViT's heads do not.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
-# timm's models that are taken, with their block and attention classes.
+# Classes of timm's models that `convert` takes -> their block class and attention classes.
 TAKEN = {
     VisionTransformer: (Block, (Attention,)),
     VisionTransformerDistilled: (Block, (Attention,)),
@@ -56,16 +56,16 @@ def convert(
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
-    `moh_vision.models.registry` has converters by class. For transformers' LlamaForCausalLM, Qwen2ForCausalLM
-    and Qwen3ForCausalLM it is `convert_llama` in `moh_vision.language.models.llama.model`, whose docstring
-    says where they differ. For the others:
+    `moh_vision.models.registry` finds the converter of a model's class. transformers' LlamaForCausalLM,
+    Qwen2ForCausalLM and Qwen3ForCausalLM are converted by `convert_llama` in
+    `moh_vision.language.models.llama.model`; its docstring says what is different there. All other models:
 
-    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT one with both heads, an Eva
-    a `MoHEva`; `dit_*`, and `moh_vit_*` with router "dense", keep their class. diffusers' DiT gives a new
-    `MoHDiTTransformer2DModel` with its weights and outputs. Everything outside attention, projections and
-    norms stay the same objects, but an Eva's separate projections or biases of q, k and v become one. With
-    all heads active, the output is the dense model's: MoH's routers start at zero, `query_norm` has no
-    parameters, MAE's gate is uniform.
+    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT keeps both its classifiers, an
+    Eva becomes a `MoHEva`; `dit_*`, and `moh_vit_*` with router "dense", keep their class. From diffusers' DiT
+    a new `MoHDiTTransformer2DModel` is made, with the same weights and outputs. All modules outside attention,
+    and the projections and norms inside, stay the same objects, except that an Eva's separate projections or
+    biases of q, k and v are joined into one. With all heads active, the output is the dense model's: MoH's
+    routers start at zero, `query_norm` has no parameters, MAE's gate is uniform.
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
@@ -76,25 +76,26 @@ def convert(
             any pooling) or Eva (DINOv3, EVA-02; rotary positions that all heads share), one of our dense
             models, diffusers' DiTTransformer2DModel, or a language model as above.
         head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer, here and in
-            later calls of set_head_budget. None: all heads run, a fifth (at least one) is shared; with fewer than four heads none is.
+            later calls of set_head_budget. None: all heads run, and a fifth of them (at least one) is shared;
+            layers with fewer than four heads share none.
         router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in language
             models). None: "moh", in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy
-            latents, timesteps, class labels). A tensor is one batch. Heads are ordered by contribution (see
-            `head_lengths`), so that the strongest are shared, not the first. The dense output stays the
-            same, up to the order of its sums.
+            latents, timesteps, class labels). A tensor is one batch. The heads of each layer are sorted by
+            contribution (see `head_lengths`), because the first heads become the shared ones. The dense
+            output stays the same up to the order of summation.
         group: for language models, see `convert_llama`.
 
     Returns:
-        The model. timm's `save_for_hf` saves a timm model as "moh_vit" with `base`, its timm name. Layers
-        with one routed head are logged, as by `set_head_budget`.
+        The model. timm's `save_for_hf` saves a timm model under the name "moh_vit", with its timm name as the
+        argument `base`. Layers with one routed head are logged, as by `set_head_budget`.
 
     Raises:
-        ValueError: for another kind of model or attention, or an impossible budget; the model is
-            unchanged then.
+        ValueError: the model or its attention is of an unknown class, or the budget is impossible; the model
+            is unchanged then.
     """
-    # A mapping is known by its items: transformers' BatchEncoding is no dict.
+    # One batch. A mapping is recognised by `items`: transformers' BatchEncoding is not a dict.
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):
         calibrate = [calibrate]
     converter = converter_for(model, route_heads)
@@ -117,7 +118,7 @@ def route_heads(
     """Replace the attention layers of a vision model, in place; converters then set its class.
 
     Args:
-        model: a model whose blocks have their attention in `attn`; returned with routed layers there.
+        model: returned with a routed layer in place of the `attn` of every block.
         head_budget, router, scope, executor, router_kwargs, calibrate: see `convert`.
         group: refused, because it is for language models.
     """
@@ -135,7 +136,7 @@ def route_heads(
     heads = [attention.num_heads for attention in attentions]
     widths = [attention.head_dim for attention in attentions]
     share = 1.0 if head_budget is None else head_budget
-    # The same share in every layer costs the least accuracy untrained.
+    # Before any fine-tuning, the same share in every layer costs the least accuracy.
     spec = shaped(share, "uniform")
     if head_budget is not None:
         budgets = resolve_budget(spec, len(heads), heads, widths)
@@ -149,7 +150,8 @@ def route_heads(
         for attention, budget in zip(attentions, budgets)
     ]
     if calibrate is not None:
-        order_heads(model, layers, calibrate)  # layers share the attentions' projections
+        # `model` still runs its dense attentions, which hold the same projections as `layers`.
+        order_heads(model, layers, calibrate)
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
@@ -219,7 +221,7 @@ def joined_projection(attn: nn.Module) -> nn.Module:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Make a linear layer of these tensors; each is trained if the tensor requires a gradient."""
+    """Make a linear layer whose parameters hold these tensors and keep their requires_grad."""
     layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
@@ -230,12 +232,13 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def join_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Join the query, key and value projections of every attention into one `qkv`.
 
-    timm's Eva has three projections (q_proj, k_proj, v_proj), or one and two biases (q_bias, v_bias).
-    A missing key bias becomes zeros.
+    timm's Eva has three projections (q_proj, k_proj, v_proj), or one without bias and two separate biases
+    (q_bias, v_bias). A missing key bias becomes zeros.
     """
     joined: dict[str, Tensor] = {}
     projections: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state_dict.items():
+        # Such as blocks.0.attn.q_proj.weight and blocks.0.attn.q_bias.
         match = re.fullmatch(r"(.*\battn\.)([qkv])_(?:proj\.)?(weight|bias)", name)
         if match:
             projections.setdefault(f"{match[1]}qkv.{match[3]}", {})[match[2]] = tensor
@@ -249,16 +252,19 @@ def join_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> HeadMixtureAttention:
-    """Wrap the modules of `attn` in a routed layer: plain attention while all heads run."""
+    """Return a routed layer that holds the modules of `attn`; it is plain attention while all heads run."""
     qkv = joined_projection(attn)
+    # Our attention has the first name, timm's Eva the second, timm's ViTs neither.
+    kv_heads = getattr(attn, "kv_heads", getattr(attn, "num_kv_heads", None))
+    rotary_pairs = getattr(attn, "rotary_pairs", not getattr(attn, "rotate_half", True))
     layer = HeadMixtureAttention(
         qkv.in_features,
         budget,
         attn_drop=attn.attn_drop.p,
         fused_attn=attn.fused_attn,
         qk_norm=not isinstance(attn.q_norm, nn.Identity),
-        kv_heads=getattr(attn, "kv_heads", getattr(attn, "num_kv_heads", None)),
-        rotary_pairs=getattr(attn, "rotary_pairs", not getattr(attn, "rotate_half", True)),
+        kv_heads=kv_heads,
+        rotary_pairs=rotary_pairs,
         device=qkv.weight.device,
         dtype=qkv.weight.dtype,
         **options,
@@ -273,9 +279,9 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
 
 
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Order the heads of a ViT or DiT with a dense model's weights and untrained routers.
+    """Sort the heads of a ViT or DiT by contribution, if its weights are dense and its routers untrained.
 
-    MoH's routers become zero: at first each layer's strongest heads run, with weight 1.
+    MoH's routers become zero, so that at first the strongest heads of each layer run, with weight 1.
 
     Args:
         batches: see `convert`.
@@ -284,6 +290,7 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     if not all(type(layer) is HeadMixtureAttention for layer in layers):
         raise ValueError(f"heads are ordered in ViTs and DiTs, not in a {type(model).__name__}")
     routers = [layer.router for layer in layers]
+    # Contributions are measured with all heads running.
     try:
         for layer in layers:
             all_shared = HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
@@ -296,12 +303,15 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 
 
 def zero_router(router: nn.Module) -> None:
-    """Make a router plain attention while all heads run: MoH's to zero, MAE's gate uniform."""
+    """Zero a router's parameters, so that its layer is plain attention while all heads run.
+
+    In MoH's router all parameters become zero; in MAE's those of the last linear layer, which makes the gate uniform.
+    """
     if isinstance(router, MoHRouter):
-        deciding = router
-    elif isinstance(router, MAERouter):
-        deciding = router.out
-    else:  # no parameters to be set to zero
+        zeroed = router
+    elif isinstance(router, MAERouter) and router.out is not None:
+        zeroed = router.out
+    else:  # no parameters, as of `query_norm`, or of MAE with mode "uniform"
         return
-    for parameter in deciding.parameters():
+    for parameter in zeroed.parameters():
         nn.init.zeros_(parameter)

@@ -19,9 +19,9 @@ from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
 
 
 class ModuleMacs(NamedTuple):
-    """One module in one forward of batch 1, or one part of an attention layer."""
+    """Counts of one module, or of one part of an attention layer, in one forward of batch 1."""
 
-    name: str  # in the model; "rest": outside of all modules here, such as position tables
+    name: str  # in the model; "rest": what is in no listed module, such as position tables
     part: str  # of attention: "projections", "scores", "router", "other"; "table": embeddings; else ""
     parameters: int  # a shared parameter counts once, where it first appears
     dense: int  # MACs with every head and no router
@@ -29,7 +29,7 @@ class ModuleMacs(NamedTuple):
 
 
 class AttentionMacs(NamedTuple):
-    """One attention layer in one forward, with its active heads alone."""
+    """Counts of one attention layer in one forward, with its active heads alone."""
 
     name: str  # in the model
     router: str  # a name in ROUTERS
@@ -43,11 +43,11 @@ class AttentionMacs(NamedTuple):
 
 
 class Macs(NamedTuple):
-    """One forward of batch 1."""
+    """Counts of a model in one forward of batch 1."""
 
     modules: list[ModuleMacs]  # in the model's order
     attention: list[AttentionMacs]
-    every_head: int  # all, with every head computed and the routers
+    every_head: int  # MACs of the whole forward, with all heads and the routers
 
     @property
     def parameters(self) -> int:
@@ -80,23 +80,23 @@ class Macs(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What one call of an attention layer showed."""
+    """Sizes of one call of an attention layer."""
 
     layer: HeadMixtureAttention
     queries: int  # N
     keys: int  # M
-    choices: int  # that the router made
-    active: int  # heads that a token needs
+    choices: int  # how many choices of heads the router made: N, or 1 for the whole sequence
+    active: int  # heads that run for a token
 
     @property
     def routing(self) -> int:
         """MACs of the router's choices."""
-        noise = getattr(self.layer.router, "noise", None)  # of MoA, in training only
+        noise = getattr(self.layer.router, "noise", None)  # MoA computes it in training only
         linears = [m for m in self.layer.router.modules() if isinstance(m, nn.Linear)]
         return self.choices * sum(m.weight.numel() for m in linears if m is not noise)
 
     def projections(self, queries: int, keys: int, outputs: int) -> int:
-        """MACs of q, k, v and o with these numbers of heads."""
+        """MACs of the projections to and from these numbers of heads."""
         layer = self.layer
         N = self.queries
         M = self.keys
@@ -119,8 +119,8 @@ class Watched(NamedTuple):
         if layer.needs_query:  # the router reads the queries of all heads
             queries = layer.num_heads
         keys = layer.kv_heads
-        once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
-        if once and not layer.grouped:  # one choice for all tokens spares keys and values too
+        same_heads = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
+        if same_heads and not layer.grouped:  # no token needs keys and values of the other heads
             keys = K
         return AttentionMacs(
             name=name,
@@ -148,10 +148,10 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def least_activations(model: nn.Module, *inputs: Tensor) -> int:
-    """Count numbers that a forward surely keeps for backward: a bound from below.
+    """Return a lower bound of the number of elements that a forward keeps for backward.
 
-    They are the inputs of attention layers, of norms, GELUs and linear layers elsewhere, and queries, keys, values and
-    outputs of active heads; what else attention keeps depends on how it is computed.
+    It counts the inputs of attention layers, the queries, keys, values and outputs of their active heads, and the
+    inputs of norms, GELUs and linear layers elsewhere. What else attention keeps depends on the executor.
 
     Args:
         model: on any device; unchanged.
@@ -159,28 +159,30 @@ def least_activations(model: nn.Module, *inputs: Tensor) -> int:
     """
     shadow = without_memory(model).eval()
     layers = attention_layers(shadow)
-    within = {module for layer in layers for module in layer.modules()}
-    numbers: list[int] = []
+    in_attention = {module for layer in layers for module in layer.modules()}
+    kept: list[int] = []  # numbers of elements
     for module in shadow.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.GELU)) and module not in within:
-            module.register_forward_pre_hook(lambda _, args: numbers.append(args[0].numel()))
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.GELU)) and module not in in_attention:
+            module.register_forward_pre_hook(lambda _, args: kept.append(args[0].numel()))
     for layer in layers:
+        # For each token: the layer's input, and a query, key, value and output of every active head.
         width = layer.dim + 4 * layer.budget.active * layer.head_dim
         layer.register_forward_hook(
-            lambda _, args, output, width=width: numbers.append(output[0][..., 0].numel() * width)
+            lambda _, args, output, width=width: kept.append(output[0][..., 0].numel() * width)
         )
     with torch.no_grad():
         shadow(*(i.to("meta") for i in inputs))
-    return sum(numbers)
+    return sum(kept)
 
 
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     """Count multiply-accumulates of one forward: linear layers, convolutions, attention products.
 
-    Attention layers count twice. Dense: every head, no router. Ideal: the router, queries and outputs of
-    active heads, keys and values of all heads (other tokens need them) unless the sequence runs the same
-    heads. Anything else counts as computed. As in torch's counter, TransNeXt's products with 3 x 3
-    neighbours are sums. An adaptive vocabulary counts as if all words were frequent.
+    An attention layer has two counts. Dense: every head, no router. Ideal: the router, queries and outputs of
+    active heads, and keys and values of all heads, because other tokens need them; or of the active heads
+    alone, if all tokens of a sequence run the same heads. Other modules have one count, of what they compute.
+    As in torch's counter, TransNeXt's products with 3 x 3 neighbours are sums, which do not count. An adaptive
+    vocabulary counts as if all words were frequent.
 
     Args:
         model: on any device; unchanged.
@@ -188,7 +190,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     """
     shadow = without_memory(model).eval()
     calls: dict[str, Watched] = {}
-    routed: dict[str, tuple[int, int]] = {}  # choices (1: for a whole sequence) and heads
+    routed: dict[str, tuple[int, int]] = {}  # name of a layer -> its `choices` and `active`
 
     def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
         def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
@@ -200,7 +202,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
                 x = kwargs["x"]
             N = M = x.shape[1:-1].numel()
             context = args[1] if len(args) > 1 else kwargs.get("context")
-            if hasattr(layer, "position_bias"):  # TransNeXt's
+            if hasattr(layer, "position_bias"):  # TransNeXt's: its second argument is `Positions`
                 M = context.index.shape[0] // N
             elif isinstance(context, Tensor):
                 M = context.shape[1]
@@ -222,7 +224,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     by_module = counter.get_flop_counts()
 
     def measured(name: str, module: nn.Module) -> int:
-        """Return MACs with all heads. A module without a forward of its own counts its children."""
+        """Return a module's MACs with all heads; those of its children, if it is not called itself."""
         macs = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
         children = module.named_children()
         return max(macs, sum(measured(f"{name}.{key}", child) for key, child in children))
@@ -231,10 +233,10 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
 
 
 def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, total: int) -> Macs:
-    """Make a row of every module that holds no attention layer, and four of every attention layer.
+    """Make four rows for each attention layer, and one row for each of the largest modules that hold none.
 
     Args:
-        calls: name of an attention layer -> what its call showed.
+        calls: name of an attention layer -> sizes of its call.
         measured: called with a module's name and the module; returns its MACs with all heads.
         total: MACs of the model with all heads.
     """
@@ -244,7 +246,7 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
     left = total  # MACs that no row has yet
 
     def add(name: str, part: str, modules: Iterable[nn.Module], dense: int, ideal: int) -> None:
-        """Append a row, with the parameters of `modules` that no row has yet; the others: see `ModuleMacs`."""
+        """Append a row; it counts those parameters of `modules` that no earlier row has counted."""
         new = {p for module in modules for p in module.parameters()} - seen
         seen.update(new)
         rows.append(ModuleMacs(name, part, sum(p.numel() for p in new), dense, ideal))
@@ -265,11 +267,11 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
 
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left
-        inner = [m for m in module.modules() if m is not module]
+        descendants = [m for m in module.modules() if m is not module]
         if name in calls:
             add_attention(name, module)
             left -= measured(name, module)
-        elif not name or any("Attention" in type(m).__name__ for m in inner):
+        elif not name or any("Attention" in type(m).__name__ for m in descendants):
             for key, child in module.named_children():
                 visit(f"{name}.{key}".lstrip("."), child)
         else:

@@ -15,9 +15,9 @@ from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.mae import mae_routers
 
 LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}  {name}"
-# Before, number and behind of the last number in a module's name: "blocks.3.mlp" -> "blocks.", "3", ".mlp".
+# Groups: the last number in a module's name, and the text before and after: "blocks.3.mlp" -> "blocks.", "3", ".mlp".
 LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")
-# Arguments that make a model of another size than its name says.
+# Arguments by which a model gets another size than its name says.
 SIZES = (
     "patch_size",
     "embed_dim",
@@ -54,9 +54,9 @@ def full_name(name: str, arguments: dict) -> str:
 
 
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
-    """Return the text of `--dry-run`.
+    """Return the text that `--dry-run` prints.
 
-    inputs, named: arguments of one forward of batch 1, of which only the shapes matter.
+    inputs, named: arguments of one forward of batch 1; only their shapes matter.
     """
     budget = head_budget(model)
     shapes = [str(list(i.shape)) for i in inputs]
@@ -87,7 +87,7 @@ def in_short(name: str, model: nn.Module) -> str:
 
 
 def mae_mixture(router: MAERouter) -> str:
-    """Describe MAE's experts, which a budget does not show: it counts every head as shared."""
+    """Describe MAE's experts. A budget does not show them, because in MAE it counts every head as shared."""
     experts, heads = router.members.shape
     if router.out is None:
         mixture = "an even mixture takes"
@@ -98,7 +98,7 @@ def mae_mixture(router: MAERouter) -> str:
 
 
 def module_table(macs: Macs) -> list[str]:
-    """Return the lines of a table of modules, like ones in one row, then totals."""
+    """Return the lines of a table: one row for each group of like modules, then totals."""
     decimals = 1 if macs.dense >= 1e9 else 3  # of MACs
 
     def shown(parameters: int, *counts: int) -> list[str]:
@@ -119,8 +119,12 @@ def module_table(macs: Macs) -> list[str]:
 
 
 def _groups(macs: Macs) -> list[tuple]:
-    """Return (label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
-    size = Counter()  # dense MACs by name: modules are alike only if these are equal, too
+    """Return (label, number of modules, parameters, dense MACs, ideal MACs) of each group of like modules.
+
+    Modules are alike if their names differ in the last number only, and their dense MACs are equal. All modules
+    without MACs are one group.
+    """
+    size = Counter()  # dense MACs by module name
     for row in macs.modules:
         size[row.name] += row.dense
     groups: dict[tuple, list] = {}

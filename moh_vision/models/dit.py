@@ -1,8 +1,9 @@
 """DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3).
 
-The class, a diffusers model, is imported when a model is built: registering stays fast.
-Heads per layer are from the released MoH-DiT code. Its L and XL models have 8, 16 and 24 heads in
-their three parts, which the paper does not say; the total is the dense model's.
+The model's class is imported only when a model is built, because importing diffusers takes seconds.
+Heads per layer are from the released MoH-DiT code. Its L and XL models have 8 heads in the first
+layers, 16 in the middle and 24 in the last, in total as many as the dense model. The paper does not
+mention it.
 """
 
 from huggingface_hub import hf_hub_download
@@ -29,7 +30,7 @@ DENSE = {
 }
 VARIANTS = {
     **DENSE,
-    # (shared, routed) of every layer
+    # head_budget: (shared heads, routed heads that run) of every layer
     "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
     "moh_dit_small_patch2_75": dict(
         SIZES["small"], head_budget=[(2, 1)] * 2 + [(3, 1)] * 4 + [(3, 2)] * 4 + [(6, 0)] * 2
@@ -66,6 +67,7 @@ def _cfg(size: int = 32, **kwargs) -> dict:
 
 
 def _published(pixels: int) -> dict:
+    """Config of the official DiT-XL/2 for images of `pixels` x `pixels`."""
     file = f"DiT-XL-2-{pixels}x{pixels}.pt"
     return dict(
         _cfg(pixels // 8, url=f"https://dl.fbaipublicfiles.com/DiT/models/{file}"),
@@ -76,7 +78,7 @@ def _published(pixels: int) -> dict:
 PUBLISHED = {
     "dit_xlarge_patch2.in1k_256": _published(256),
     "dit_xlarge_patch2.in1k_512": _published(512),
-    # The file's name is from the published instructions, not checked against the hub.
+    # The file name is from the published instructions; it was never checked against the hub.
     "moh_dit_xlarge_patch2_90.in1k_256": _cfg(
         hf_hub_id="Chat-UniVi/MoH-DiT-XL-90", hf_hub_filename="MoH-DiT-XL-90.pt"
     ),
@@ -101,13 +103,13 @@ def _create_dit(  # noqa: PLR0913
     """Build a variant.
 
     Args:
-        pretrained: load the configuration's weights: file, url or hf_hub_id.
+        pretrained: load the weights that the configuration names as file, url or hf_hub_id.
         args: arguments of the variant, under timm's names.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir: see `timm.create_model`.
         img_size: side of the latents or images; None: as in the configuration.
         in_chans: channels of the latents or images.
-        num_classes: classes, without "no class".
-        overrides: arguments of `MoHDiTTransformer2DModel`, or timm's names embed_dim, depth, num_heads and head_dim.
+        num_classes: number of classes, not counting "no class".
+        overrides: arguments of `MoHDiTTransformer2DModel`; embed_dim, depth, num_heads and head_dim by timm's names.
     """
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel  # imports diffusers
 
@@ -121,12 +123,13 @@ def _create_dit(  # noqa: PLR0913
     args = dict(args)
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
     dense = default_budget(overrides.get("router")) is None  # all heads run
-    if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
+    takes_variants_budget = "head_budget" in args and "head_budget" not in overrides and not dense
+    if reshaped and takes_variants_budget:
         raise ValueError(
             f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget"
         )
     if "num_heads" in overrides and "head_dim" not in overrides:
-        args["head_dim"] = None
+        args["head_dim"] = None  # the variant's head_dim belongs to the variant's num_heads
     if dense:
         args.pop("head_budget", None)
     args.update(overrides)

@@ -1,8 +1,9 @@
 """The DiT of Peebles and Xie 2023, dense or with MoH attention, as a diffusers model.
 
-Saved pipelines name this class by its path: keep it. Parameters are named as in the official DiT.
-diffusers' DiT spaces timestep frequencies one step too wide and has another epsilon before the MLP.
-Official weights fit the default; `compat="diffusers"` has diffusers' numbers.
+Saved pipelines refer to this module by its path: do not move it. Parameters have the official DiT's names.
+diffusers' DiT differs from the official one in two numbers: its timestep frequencies are spaced one step
+too wide, and the norm before the MLP has another epsilon. The default fits official weights;
+`compat="diffusers"` takes diffusers' two numbers.
 """
 
 import math
@@ -42,11 +43,12 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class TimestepEmbedder(nn.Module):
-    """Timesteps [B] -> [B, C]: sinusoids (cosines first) in `dtype`, then an MLP."""
+    """Embed timesteps [B] as [B, C]: sinusoids (cosines first), cast to `dtype`, then an MLP."""
 
     def __init__(self, dim: int, freq_shift: int = 0):
         super().__init__()
-        self.freq_shift = freq_shift  # lowest frequency: 10000 ** -(half - 1) / (half - freq_shift)
+        # The lowest frequency is 10000 ** (-(half - 1) / (half - freq_shift)), half = FREQUENCIES / 2.
+        self.freq_shift = freq_shift
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,7 +60,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class labels [B] -> [B, C]; label num_classes, the table's last row, means "no class"."""
+    """Embed class labels [B] as [B, C]; label num_classes, the last row of the table, means "no class"."""
 
     def __init__(self, num_classes: int, dim: int):
         super().__init__()
@@ -67,7 +69,7 @@ class LabelEmbedder(nn.Module):
     def forward(self, labels: Tensor) -> Tensor:
         try:
             return self.embedding_table(labels)
-        except IndexError:  # on a GPU the kernel fails instead
+        except IndexError:  # raised on a CPU only: on a GPU the kernel fails with an assertion
             null = self.embedding_table.num_embeddings - 1
             raise ValueError(
                 f"class_labels {labels.min()} to {labels.max()}: expected 0 to {null}, where {null} is no class"
@@ -79,8 +81,8 @@ class DiTBlock(nn.Module):
 
     Args:
         dim: C, width of the tokens.
-        budget: heads of the attention.
-        mlp_ratio: width of the MLP over C.
+        budget: head budget of the attention layer.
+        mlp_ratio: hidden width of the MLP, as a multiple of C.
         mlp_norm_eps: epsilon of the norm before the MLP.
         attn_kwargs: arguments of `HeadMixtureAttention`.
     """
@@ -104,8 +106,8 @@ class DiTBlock(nn.Module):
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
-        route_by: [B, C]: one choice of heads for all tokens of an image; [1, C]: one for all images; None: every token
-            has its own.
+        route_by: what the router reads. [B, C]: the tokens of an image share one choice of heads; [1, C]: all
+            images share one; None: the router reads the tokens, and each token has its own heads.
         """
         modulation = self.adaLN_modulation(c)  # [B, 6 * C]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=1)  # [B, C] each
@@ -119,7 +121,7 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Tokens to patches."""
+    """Map tokens [B, N, C] to patches [B, N, patch_dim], after a norm that the condition [B, C] modulates."""
 
     def __init__(self, dim: int, patch_dim: int):
         super().__init__()
@@ -144,26 +146,27 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         hidden_size: C, width of the tokens.
         num_layers: depth.
         num_attention_heads: H, one number or one per layer.
-        attention_head_dim: D; None: hidden_size / H, which H must then divide.
-        mlp_ratio: width of the MLP over C.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 with a router that
-            leaves heads out (`default_budget`).
-        head_budget_shape: "ramp" or "uniform": the shape of a plain share, which later shares keep; None: the shape that
-            head_budget names, a ramp for a plain share. It is saved beside the pairs, which do not say their shape.
+        attention_head_dim: D; None: hidden_size / H, where H must divide hidden_size.
+        mlp_ratio: hidden width of the MLP, as a multiple of C.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75 if the router can leave heads out,
+            else all heads (`default_budget`).
+        head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
+            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
+            from which it cannot be told.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
-        scope: "token": each token has its own heads (Jin 2024); "sample": an image's tokens share heads,
-            and inactive heads cost nothing, keys and values included.
+        scope: "token": each token has its own heads (Jin 2024); "sample": all tokens of an image run the
+            same heads, and the other heads cost nothing, not even keys and values.
         route_by: what routers with scope "sample" read: "condition", the embedding of timestep and class,
-            or "timestep", without the class: then all images of a step run the same heads. Both are
-            normalised to mean 0 and variance 1, as tokens are.
+            or "timestep", that of the timestep alone: then all images of a sampling step run the same
+            heads. Both are normalised to mean 0 and variance 1, as tokens are.
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
         compat: "official", or "diffusers" for the timestep frequencies and epsilon of diffusers.
         patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
-        predict: "x" or "noise": the last layer predicts that, and the output is its velocity (`to_velocity`); None or
-            "velocity": the output is what the last layer predicts.
+        predict: "x" or "noise": the last layer predicts the image or the noise, from which `to_velocity` computes
+            the model's output, a velocity; None or "velocity": the output is what the last layer predicts.
         out_channels: follows from learn_sigma; stored for diffusers' pipelines.
     """
 
@@ -198,7 +201,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         out_channels: int | None = None,
     ):
         super().__init__()
-        check(self.config)
+        check_arguments(self.config)
         if not router:
             router = "dense" if head_budget is None else "moh"
         heads, widths = layer_heads(
@@ -246,9 +249,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Initialise as in the paper: Xavier-uniform linear layers (routers too), zero adaLN and output.
+        """Initialise as in the paper: Xavier-uniform linear layers (routers too), zero adaLN and output layers.
 
-        So blocks start as the identity.
+        With zero adaLN layers every block starts as the identity.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -256,7 +259,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         init_routers(self)
-        # A patch is one vector, so its kernel is one matrix: a view, whose memory is the kernel's.
+        # Initialise the patch kernel [C, channels, p, p] as one matrix; flatten returns a view of the kernel.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
         if self.x_embedder.proj.bias is not None:
             nn.init.zeros_(self.x_embedder.proj.bias)
@@ -278,39 +281,19 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         class_labels: Tensor,
         tokens: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[RoutingStats]]:
-        """Like `forward`, but return the sample tensor and the statistics of every layer.
+        """Compute `forward`; return the sample tensor and the routing statistics of every layer.
 
-        tokens: a list, extended by the tokens [B, N, C] after every block, or None.
+        tokens: a list to which the tokens [B, N, C] after every block are appended, or None.
         """
-        size = self.config.sample_size
-        channels = self.config.in_channels
-        if tuple(hidden_states.shape[1:]) != (channels, size, size):
-            raise ValueError(
-                f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
-            )
-        # Only on a CPU: elsewhere reading a number makes every forward wait.
-        in_memory = timestep.device.type == "cpu" and not is_captured(timestep)
-        if in_memory and timestep.is_floating_point() and 0 < timestep.max() < 1:
-            # Only a warning: samplers with fractional timesteps may end on one.
-            warnings.warn(
-                f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1",
-                stacklevel=3,
-            )
-        stats: list[RoutingStats] = []
+        self._check_inputs(hidden_states, timestep)
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
         t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
-        route_by: Tensor | None = None
-        if self.config.scope == "sample":
-            read = c
-            if self.config.route_by == "timestep":
-                read = t
-                if timestep.numel() == 1:  # all images have this timestep: one choice of heads
-                    read = t[:1]
-            route_by = F.layer_norm(read, c.shape[1:])  # [B, C] or [1, C]
+        route_by = self._routing_condition(t, c, timestep)  # [B, C], [1, C] or None
         checkpoint = None
         if self.gradient_checkpointing and torch.is_grad_enabled():
             checkpoint = self._gradient_checkpointing_func
+        stats: list[RoutingStats] = []
         for block in self.blocks:
             x = run_block(block, x, c, route_by, stats=stats, checkpoint=checkpoint)  # [B, N, C]
             if tokens is not None:
@@ -326,22 +309,57 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         class_labels: Tensor,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """Predict the noise (and the variance).
+        """Predict the noise, and with learn_sigma its variance; models of flow matching predict a velocity.
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
-            timestep: [B] or a scalar tensor, 0 (clean) to 1000 (noise), whole or real. On a CPU, floats
-                below 1, not all 0, give a warning.
+            timestep: [B] or a scalar tensor, integers or floats from 0 (clean) to 1000 (noise). On a CPU,
+                floats whose maximum is between 0 and 1 give a warning.
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
             return_dict: return an object with `.sample`, or a tuple.
 
         Returns:
-            Sample [B, out_channels, size, size]; with learn_sigma half of it interpolates the variance.
+            Sample [B, out_channels, size, size]; with learn_sigma the second half of its channels interpolates
+            the variance between its bounds.
         """
         sample, _ = self.forward_routed(hidden_states, timestep, class_labels)
         if not return_dict:
             return (sample,)
         return Transformer2DModelOutput(sample=sample)
+
+    def _check_inputs(self, hidden_states: Tensor, timestep: Tensor) -> None:
+        """Raise ValueError for inputs of another size; warn of timesteps that seem to go from 0 to 1."""
+        size = self.config.sample_size
+        channels = self.config.in_channels
+        if tuple(hidden_states.shape[1:]) != (channels, size, size):
+            raise ValueError(
+                f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
+            )
+        # Reading a value from a GPU would synchronise every forward, so only timesteps on a CPU are checked.
+        readable = timestep.device.type == "cpu" and not is_captured(timestep)
+        if readable and timestep.is_floating_point() and 0 < timestep.max() < 1:
+            # Not an error: the last timestep of a sampler with fractional timesteps may be below 1.
+            warnings.warn(
+                f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1",
+                stacklevel=4,
+            )
+
+    def _routing_condition(self, t: Tensor, c: Tensor, timestep: Tensor) -> Tensor | None:
+        """Return what the routers read instead of tokens, [B, C] or [1, C]; None with scope "token".
+
+        Args:
+            t: embedded timesteps [B, C].
+            c: sum of embedded timesteps and classes [B, C].
+            timestep: [B] or a scalar tensor, as given to `forward`.
+        """
+        if self.config.scope != "sample":
+            return None
+        condition = c
+        if self.config.route_by == "timestep":
+            condition = t
+            if timestep.numel() == 1:  # all images have this timestep: one choice of heads
+                condition = t[:1]
+        return F.layer_norm(condition, c.shape[1:])
 
     def _unpatchify(self, x: Tensor) -> Tensor:
         """Join patches [B, N, p * p * c] to images [B, c, g * p, g * p]."""
@@ -353,8 +371,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         return x.reshape(x.shape[0], self.out_channels, g * p, g * p)
 
 
-def check(config) -> None:
-    """Refuse arguments of `MoHDiTTransformer2DModel` that make no model."""
+def check_arguments(config) -> None:
+    """Raise ValueError for arguments of `MoHDiTTransformer2DModel` from which no model can be built."""
     size = config.sample_size
     patch = config.patch_size
     if patch < 1 or size < patch or size % patch:

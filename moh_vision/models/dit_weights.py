@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moh_vision.models.weight_files import rename_routers
 
+# Module names in diffusers' DiT -> ours: of the embedders, of other modules outside blocks, and inside a block.
 EMBEDDERS = {
     "timestep_embedder.linear_1": "t_embedder.mlp.0",
     "timestep_embedder.linear_2": "t_embedder.mlp.2",
@@ -26,15 +27,16 @@ IN_BLOCK = {
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Translate diffusers' names and MoH's routers; official and our names pass through."""
+    """Translate names of diffusers' DiT and of MoH's published routers; official and our names pass through."""
     if any(name.startswith("transformer_blocks.") for name in state_dict):
         return _from_diffusers(state_dict, model)
     return rename_routers(state_dict)
 
 
 def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    result = {"pos_embed": model.state_dict()["pos_embed"]}  # equal; diffusers does not save it
-    parts: dict[str, dict[str, Tensor]] = {}  # of our fused qkv
+    # diffusers has the same position table, but does not save it.
+    result = {"pos_embed": model.state_dict()["pos_embed"]}
+    parts: dict[str, dict[str, Tensor]] = {}  # name of our fused qkv -> its q, k and v
     for name, tensor in state_dict.items():
         module, _, parameter = name.rpartition(".")  # parameter: weight or bias
         block = re.match(r"transformer_blocks\.(\d+)\.(.+)", module)
@@ -43,7 +45,7 @@ def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str
             continue
         layer, inside = block.groups()
         embedder = EMBEDDERS.get(inside.removeprefix("norm1.emb."))
-        if embedder is not None:  # every block has its own copy
+        if embedder is not None:  # diffusers has a copy in every block, our model has one
             shared = result.setdefault(f"{embedder}.{parameter}", tensor)
             if not torch.equal(shared, tensor):
                 raise ValueError(
@@ -55,14 +57,14 @@ def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str
         else:
             result[f"blocks.{layer}.{IN_BLOCK.get(inside, inside)}.{parameter}"] = tensor
     for name, qkv in parts.items():
-        if len(qkv) == 3:  # else the loader says that it is missing
+        if len(qkv) == 3:  # loading reports an incomplete qkv as missing
             result[name] = torch.cat([qkv[letter] for letter in "qkv"])
     return result
 
 
 def settings_of(model: nn.Module) -> dict:
-    """Return our constructor arguments for diffusers' DiT, dense."""
-    theirs = model.config
+    """Return the constructor arguments of our dense model that equals a DiT of diffusers."""
+    config = model.config
     for name, needed in (
         ("activation_fn", "gelu-approximate"),
         ("attention_bias", True),
@@ -71,23 +73,23 @@ def settings_of(model: nn.Module) -> dict:
         ("dropout", 0.0),
         ("upcast_attention", False),
     ):
-        if theirs[name] != needed:
+        if config[name] != needed:
             raise ValueError(
-                f"the DiT has {name} {theirs[name]!r}; only {needed!r} can be converted"
+                f"the DiT has {name} {config[name]!r}; only {needed!r} can be converted"
             )
-    if model.out_channels not in (theirs.in_channels, 2 * theirs.in_channels):
+    if model.out_channels not in (config.in_channels, 2 * config.in_channels):
         raise ValueError(
-            f"the DiT has out_channels {model.out_channels}, neither in_channels {theirs.in_channels} nor twice it"
+            f"the DiT has out_channels {model.out_channels}, neither in_channels {config.in_channels} nor twice it"
         )
     return dict(
-        sample_size=theirs.sample_size,
-        patch_size=theirs.patch_size,
-        in_channels=theirs.in_channels,
-        learn_sigma=model.out_channels == 2 * theirs.in_channels,
-        num_classes=theirs.num_embeds_ada_norm,
-        hidden_size=theirs.num_attention_heads * theirs.attention_head_dim,
-        num_layers=theirs.num_layers,
-        num_attention_heads=theirs.num_attention_heads,
+        sample_size=config.sample_size,
+        patch_size=config.patch_size,
+        in_channels=config.in_channels,
+        learn_sigma=model.out_channels == 2 * config.in_channels,
+        num_classes=config.num_embeds_ada_norm,
+        hidden_size=config.num_attention_heads * config.attention_head_dim,
+        num_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
         router="dense",
         compat="diffusers",
     )

@@ -1,7 +1,8 @@
-"""Elastic budgets: train one set of weights at many shares of active heads, to serve them all. No paper has it.
+"""Elastic budgets: train one set of weights at several shares of active heads, to be run at any of them.
 
 Each step runs one share. Of four steps, in an order drawn from the seed, one runs the smallest share, one the largest,
-and two run shares in between. The sandwich rule (Yu and Huang 2019) runs all four on each batch, four times as long.
+and two run shares in between. The sandwich rule (Yu and Huang 2019) runs four shares on each batch, which makes a step
+four times as long. No paper has elastic budgets of heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from moh_vision.attention.budget import BudgetError, parse_share
 from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
 
-SHARES = 5  # evenly from the smallest to the largest; few, because torch.compile compiles each
-CYCLE = 4  # steps
+SHARES = 5  # evenly spaced from smallest to largest; few, because torch.compile compiles a graph for each
+CYCLE = 4  # steps in which the smallest and the largest share each run once
 
 
 class ElasticBudget:
@@ -28,7 +29,8 @@ class ElasticBudget:
         model: any model whose layers all route heads.
         ends: smallest and largest share for `set_head_budget`: 0.5, "ramp:0.5" or "uniform:0.5"; both
             ramps, both uniform, or both numbers, which keep the shape of the model's budget.
-        seed: of the run. Seed and step give the share: equal on all processes, and after a resume.
+        seed: seed of the run. A step's share depends on seed and step alone, so that all processes run the same
+            share, and a resumed run the same as before.
 
     Attributes:
         budgets: share, as `set_head_budget` takes it -> one `HeadBudget` per layer; the smallest first.
@@ -50,7 +52,8 @@ class ElasticBudget:
                 raise ValueError("both ends run equally many heads; take them further apart")
         except BudgetError as error:
             reason = error.reason
-            if error.advice:  # it is about one share, and an end of a range cannot follow it
+            # The error's own advice is for a single share, and does not fit the ends of a range.
+            if error.advice:
                 reason += "; model.head_budget says how many heads are shared: give the smallest share there"
             raise ValueError(f"budget_range {list(ends)}: {reason}") from None
         except ValueError as error:
@@ -64,7 +67,7 @@ class ElasticBudget:
         )
 
     def active_share(self, share: str) -> float:
-        """Return the active heads of a share over all heads, as its budgets round them to whole heads."""
+        """Return the fraction of heads that are active at a share, after its rounding to whole heads."""
         budgets = self.budgets[share]
         return round(sum(b.active for b in budgets) / sum(b.heads for b in budgets), 4)
 
@@ -72,12 +75,12 @@ class ElasticBudget:
         """Return the share of a step, counted from 0."""
         random = Random(derive_seed(self.seed, step // CYCLE, Stream.BUDGETS))
         cycle = [self.smallest, self.largest, *random.choices(self.between, k=CYCLE - 2)]
-        # The order is drawn: else every 20th step, which is logged, would have the same share.
+        # In a fixed order every 20th step, which is logged, would run the same share.
         random.shuffle(cycle)
         return cycle[step % CYCLE]
 
     def running(self, model: nn.Module, share: str) -> AbstractContextManager[None]:
-        """Run a model, or a copy of it, at a share for a while."""
+        """Return a context manager, inside which a model, or a copy of it, runs at a share."""
         return running(model, self.budgets[share])
 
     def by_share(
@@ -87,8 +90,8 @@ class ElasticBudget:
 
         Args:
             model: the model, or a copy of it.
-            score: scores the model as it is.
-            at_largest: its result for the largest share.
+            score: returns the scores of the model at its present budget.
+            at_largest: scores at the largest share, which are known already.
         """
         scores = {}
         for share in (self.smallest, self.between[len(self.between) // 2]):
@@ -105,14 +108,14 @@ def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
 
 
 def with_elastic(description: str, elastic: ElasticBudget | None, separator: str) -> str:
-    """Add what an elastic budget says of itself to the description of a model; None adds nothing."""
+    """Add the text of an elastic budget to the description of a model; None adds nothing."""
     if elastic is None:
         return description
     return f"{description}{separator}{elastic}"
 
 
 def _parse_ends(ends) -> tuple[str, float, float]:
-    """Return shape ("" for numbers), smallest and largest share."""
+    """Return shape ("" if the ends are numbers), smallest and largest share."""
     expected = "expected two shares above 0 and up to 1, the smallest first, such as [0.5, 1.0] or [uniform:0.5, uniform:1.0]"
     try:
         smallest, largest = map(parse_share, ends)

@@ -23,7 +23,7 @@ class MoHEvaBlock(EvaBlock):
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`. Other arguments: as timm's."""
-        rotary = None if rope is None else all_tokens(rope, x.shape[1])
+        rotary = None if rope is None else rotary_of_all_tokens(rope, x.shape[1])
         y = self.norm1(x)  # [B, N, C]
         y, layer_stats = self.attn(y, attn_mask=attn_mask, is_causal=is_causal, rotary=rotary)
         if stats is not None:
@@ -46,7 +46,7 @@ class MoHEva(RoutedViT, Eva):
         return join_projections(timm_filter(state_dict, model))
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """timm's initialisation, then the routers'."""
+        """Initialise as timm does, then the routers."""
         super().init_weights(needs_reset)
         init_routers(self)
 
@@ -56,10 +56,12 @@ class MoHEva(RoutedViT, Eva):
         return self.run_blocks(self.norm_pre(x), rope)
 
 
-def all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B or 1, N, D] of N tokens; the prefix (class token, registers) gets angle 0.
+def rotary_of_all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, each [B or 1, N, D], of N tokens; the prefix (class token, registers) gets angle 0.
 
-    rope: sines and cosines of the patches, [patches, 2 * D], or after patch drop [B, 1, patches, 2 * D].
+    Args:
+        rope: sines, then cosines of the patches, [patches, 2 * D], or after patch drop [B, 1, patches, 2 * D].
+        tokens: N, prefix included.
     """
     patches = rope.shape[-2]
     width = rope.shape[-1]
@@ -69,7 +71,7 @@ def all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def convert_eva(model: nn.Module, *options) -> nn.Module:
-    """`moh_vision.convert` for timm's Eva, and our dense ones."""
+    """Convert timm's Eva, or our dense `MoHEva`; see `moh_vision.convert`."""
     is_timms = type(model) is Eva
     route_heads(model, *options)
     if is_timms:

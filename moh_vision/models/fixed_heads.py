@@ -1,6 +1,7 @@
-"""Models that compute only active heads, with common operations, for `moh_vision.commands.export`.
+"""Make models compute only active heads, with standard operations, for `moh_vision.commands.export`.
 
-Heads fixed for good: the others leave the model. Heads chosen by an image: their weights are gathered.
+`keep_heads` removes all heads but a fixed selection. `gather_heads` gathers the weights of the heads that each
+image chooses.
 """
 
 from collections.abc import Sequence
@@ -14,18 +15,18 @@ from moh_vision.attention.model_heads import new_router
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear
 
-OF_CANDIDATES = ("routed", "gate", "noise")  # routers' linear layers with a row per candidate
+# Linear layers of routers that have one row per candidate head.
+OF_CANDIDATES = ("routed", "gate", "noise")
 
 
 def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
-    """Keep some heads of every layer; all tokens then run them.
+    """Remove all but some heads of every layer, with their keys and values; all tokens then run the kept heads.
 
-    Routers stay and weigh the kept heads per token: a token that chose exactly these keeps its output.
-    Keys and values of the other heads leave too.
+    Routers still weigh the kept heads for each token: a token that had chosen exactly these keeps its output.
 
     Args:
-        model: a ViT or DiT with routed heads; it is changed.
-        kept: for every layer the heads that stay, in rising order, with the shared ones.
+        model: a ViT or DiT with routed heads, changed in place.
+        kept: for every layer the heads to keep, in rising order, shared heads included.
 
     Raises:
         ValueError: naming the layer whose heads cannot leave; the model is unchanged then.
@@ -50,18 +51,18 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
 
 
 def gather_heads(model: nn.Module) -> int:
-    """Compute only the heads that an image chose, by gathering their weights.
+    """Make a model compute only the heads that an image chose, by gathering their weights.
 
-    Layers with heads per token, or all heads as with MAE, stay. The output stays the same.
+    Layers that choose heads for each token, or run all heads (MAE), are not changed. The output stays the same.
 
     Returns:
-        Heads computed for an image, in all layers.
+        Number of heads computed for an image, summed over layers.
     """
     computed = 0
     for layer in attention_layers(model):
         plain = type(layer) is HeadMixtureAttention and not layer.grouped and not layer.needs_query
-        fewer = layer.budget.active < layer.num_heads and isinstance(layer.router, TopKRouter)
-        if plain and fewer and layer.scope == "sample":
+        skips_heads = layer.budget.active < layer.num_heads and isinstance(layer.router, TopKRouter)
+        if plain and skips_heads and layer.scope == "sample":
             layer.executor = Sequences
         if layer.executor is Sequences:
             computed += layer.budget.active
@@ -71,12 +72,19 @@ def gather_heads(model: nn.Module) -> int:
 
 
 def busiest(shares: Tensor, shared: int, active: int) -> list[int]:
-    """Choose heads to keep from shares [H] of tokens: the shared ones and the most run routed ones."""
+    """Return which heads to keep: the shared heads, and the routed heads that most tokens ran.
+
+    Args:
+        shares: [H], the share of tokens that ran each head.
+        shared: number of shared heads.
+        active: number of heads to keep.
+    """
     routed = shares[shared:].argsort(descending=True, stable=True)[: active - shared] + shared
     return [*range(shared), *sorted(routed.tolist())]
 
 
 def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
+    """Return why a layer cannot keep just these heads; None if it can."""
     S = layer.budget.shared
     H = layer.num_heads
     if heads != sorted(set(heads)) or not set(range(S)) <= set(heads) <= set(range(H)):
@@ -97,12 +105,12 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
 
 @torch.no_grad()
 def _cut(layer: HeadMixtureAttention, heads: list[int]) -> None:
-    """Remove the other heads' rows and columns from a layer's projections."""
+    """Remove the rows and columns of all other heads from a layer's projections."""
     D = layer.head_dim
     H = layer.num_heads
     G = layer.kv_heads
     of_heads = (torch.tensor(heads).unsqueeze(1) * D + torch.arange(D)).flatten()  # channels
-    if G == H:  # every head's own keys and values leave with it
+    if G == H:  # every head has its own keys and values, which leave with the head
         of_keys = of_heads
         layer.kv_heads = len(heads)
     else:

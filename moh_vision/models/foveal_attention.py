@@ -1,8 +1,8 @@
 """The two attentions of TransNeXt (Shi 2024, arXiv 2311.17132), with head weights from a router.
 
 Both are cosine attention with a learned temperature per head, an embedding added to the unit query, logits
-that grow with the log of the number of keys, and a position bias from an MLP. Both skip heads that do not
-run where that is faster, see `CosinePairs.why_not`.
+scaled by the log of the number of keys, and a position bias from an MLP. Where it is faster, both skip the
+heads that do not run; see `CosinePairs.why_not`.
 """
 
 import math
@@ -22,16 +22,16 @@ from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Call
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
-HIDDEN = 512  # width of the MLP behind the position bias
+HIDDEN = 512  # hidden width of the MLP that computes the position bias
 
 
 class Positions(NamedTuple):
     """Geometry of an H x W map whose N = H * W queries see P pooled keys."""
 
-    length: Tensor  # [N] log of the number of keys of a query
+    length: Tensor  # [N] log of the number of keys that a query sees
     outside: Tensor  # [N, 9] True: the neighbour is outside the map; [N, 0] without a local window
     coordinates: Tensor  # [U, 2] distinct relative coordinates, log-scaled
-    index: Tensor  # [P * N] the row of coordinates of a key and query
+    index: Tensor  # [P * N] index into `coordinates` of each (key, query)
 
 
 @lru_cache(maxsize=64)
@@ -42,14 +42,14 @@ def position_tables(
 
     Args:
         size: (H, W) of the queries.
-        pooled: size of the keys, adaptively pooled from the map; `size`: not pooled.
-        pretrain: size of the map in pretraining, the unit of distances.
+        pooled: (H, W) of the keys, adaptively pooled from the map; equal to `size` without pooling.
+        pretrain: (H, W) of the map in pretraining, the unit of distances.
         local: whether queries also see their 3 x 3 neighbours.
     """
     H, W = size
-    values = []  # distinct offsets of a key and a query along each side
-    numbers = []  # [keys, queries]: which of `values` their offset is
-    for queries, keys, unit in zip(size, pooled, pretrain):
+    values = []  # per side: distinct offsets of a query from a key
+    indices = []  # per side [keys, queries]: index into `values`
+    for queries, keys, pretrain_side in zip(size, pooled, pretrain):
         position = np.arange(queries, dtype=np.float32)
         centres = []
         for j in range(keys):
@@ -59,12 +59,12 @@ def position_tables(
             centres.append(position[first:end].mean())
         offset = position[None, :] - np.array(centres, dtype=np.float32)[:, None]  # [keys, queries]
         unique, inverse = np.unique(offset, return_inverse=True)
-        values.append(unique / max(unit - 1, 1) * 8)
-        numbers.append(inverse.reshape(offset.shape))
-    grid = np.stack(np.meshgrid(*values, indexing="ij"), -1).reshape(-1, 2)
+        values.append(unique / max(pretrain_side - 1, 1) * 8)
+        indices.append(inverse.reshape(offset.shape))
+    grid = np.stack(np.meshgrid(*values, indexing="ij"), -1).reshape(-1, 2)  # [U, 2]
     coordinates = np.sign(grid) * np.log2(np.abs(grid) + 1) / np.log2(8)
-    rows = numbers[0][:, None, :, None]
-    columns = numbers[1][None, :, None, :]
+    rows = indices[0][:, None, :, None]
+    columns = indices[1][None, :, None, :]
     index = rows * len(values[1]) + columns  # [ph, pw, H, W]
 
     count = np.full(H * W, pooled[0] * pooled[1])
@@ -93,7 +93,7 @@ def unit(x: Tensor, dim: int) -> Tensor:
 
 
 class CosineHeads(Masked):
-    """All heads of a `CosineAttention` of maps [B, H, W, C]; size: (H, W)."""
+    """Executor that computes all heads of a `CosineAttention`; size: (H, W) of the map, N = H * W."""
 
     def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
         super().__init__(layer, call)
@@ -101,7 +101,7 @@ class CosineHeads(Masked):
         self.size = size
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit queries, unit keys, values, each [B, h, N, D]."""
+        """Return unit queries, unit keys and values, each [B, h, N, D]."""
         q, k, v = self.layer.unit_qkv(self.call)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -118,14 +118,17 @@ class CosineHeads(Masked):
 
 
 class CosinePairs(Tokens):
-    """The pairs of a `CosineAttention` that run; keys and values of all heads."""
+    """Executor that computes a `CosineAttention` for the pairs of a head and a token that runs it.
+
+    Keys and values are computed for all heads.
+    """
 
     def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
         super().__init__(layer, call)
         self.positions = positions
         self.size = size
         self.head = kernels.eager.heads_of(*self.pairs, layer.num_heads)  # [P]
-        self.n = self.pairs.token % call.x.shape[1]  # [P]
+        self.n = self.pairs.token % call.x.shape[1]  # [P] position of the token in its map
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
@@ -137,7 +140,7 @@ class CosinePairs(Tokens):
         return ""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit queries of the pairs [P, D]; all unit keys and values [B, N, h, D]."""
+        """Return unit queries of the pairs [P, D], and unit keys and values of all heads [B, N, h, D]."""
         layer = self.layer
         of_queries, of_keys, of_values = layer.weights()
         k = layer.by_head(F.linear(self.call.x, *of_keys))
@@ -153,7 +156,7 @@ class CosinePairs(Tokens):
         return ((q + embedding.index_select(0, self.head)) * scale).to(q.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The operator divides scores by the root of D; this attention does not.
+        # This attention does not divide scores by sqrt(D); the operator does, so multiply by it first.
         q = self.scaled(q) * math.sqrt(q.shape[1])
         mask = self.layer.position_bias(self.positions).transpose(1, 2).unsqueeze(0)  # [1, h, N, N]
         k = k.transpose(1, 2)  # [B, h, N, D]
@@ -162,7 +165,7 @@ class CosinePairs(Tokens):
 
 
 class AggregatedHeads(CosineHeads):
-    """All heads of an `AggregatedAttention`."""
+    """Executor that computes all heads of an `AggregatedAttention`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layer = self.layer
@@ -172,7 +175,7 @@ class AggregatedHeads(CosineHeads):
         v = layer.padded(v, H, W)
         scaled = layer.scaled(q, positions.length)  # [B, h, N, D]
 
-        # Positions last: sums over a head's 24 channels and the softmax over keys vectorise over them.
+        # Positions are the last dimension: sums over channels and the softmax over keys vectorise along it.
         local = scaled.transpose(2, 3).unflatten(3, (H, W))  # [B, h, D, H, W]
         scores = []
         for i in range(WINDOW):
@@ -199,9 +202,10 @@ class AggregatedHeads(CosineHeads):
 
 
 class AggregatedPairs(CosinePairs):
-    """The pairs of an `AggregatedAttention` that run.
+    """Executor that computes an `AggregatedAttention` for the pairs of a head and a token that runs it.
 
-    Pooled keys and neighbours are computed apart; their sums make one softmax.
+    Pooled keys and neighbours are attended to separately; the sums of their exponentials, as logarithms, are
+    then combined into one softmax.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -218,26 +222,32 @@ class AggregatedPairs(CosinePairs):
         v_pool = v_pool.transpose(1, 2)
         bias = layer.position_bias(positions).transpose(1, 2)  # [h, N, pooled keys]
         bias = bias.unsqueeze(0).contiguous()  # [1, h, N, pooled keys]
-        # The operator divides scores by the root of D; this attention does not.
+        # This attention does not divide scores by sqrt(D); the operator does, so multiply by it first.
         enlarged = scaled * math.sqrt(D)
         # far [P, D]; far_sum [P] is the logarithm of the sum that the softmax divides by.
         far, far_sum = kernels.OPS.attend(enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias)
 
-        # A neighbour lies at a fixed distance from its pair in a zero-padded map of rows of D numbers.
-        k, v = (F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D) for t in (k, v))
+        def padded_rows(t: Tensor) -> Tensor:
+            """Pad maps [B, N, h, D] by a border of zeros: [B * (H + 2) * (W + 2) * h, D]."""
+            return F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D)
+
+        k = padded_rows(k)
+        v = padded_rows(v)
+        # In these rows each neighbour has a fixed offset from the first (upper left) neighbour of its pair.
         sequence = pairs.token // N
         row = n // W
         column = n % W
-        first = ((sequence * (H + 2) + row) * (W + 2) + column) * h + head
-        neighbours = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(WINDOW)]
+        first = ((sequence * (H + 2) + row) * (W + 2) + column) * h + head  # [P]
+        neighbours = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(WINDOW)]  # [P] each
         scores = [(scaled * k.index_select(0, rows)).sum(1) for rows in neighbours]
         near = torch.stack(scores)  # [9, P]
         near = near + layer.relative_pos_bias_local.t().index_select(1, head)
         near = near.masked_fill(positions.outside.index_select(0, n).t(), float("-inf"))
 
+        # [P], the logarithm of the denominator of the joint softmax.
         total = torch.logaddexp(near.logsumexp(0), far_sum)
         o = far * (far_sum - total).exp().unsqueeze(1)
-        by_head = q.split(pairs.offsets[::B].diff().tolist())
+        by_head = q.split(pairs.offsets[::B].diff().tolist())  # pairs are sorted by head
         near = (near - total).exp() + layer.learnable_bias.squeeze(1).t().index_select(1, head)
         from_query = [queries @ tokens for queries, tokens in zip(by_head, layer.learnable_tokens)]
         near = near + torch.cat(from_query).t()
@@ -253,8 +263,8 @@ class CosineAttention(HeadMixtureAttention):
     cpb_fc1 and cpb_fc2 (the position MLP).
 
     Args:
-        executor: "packed" and "auto" skip heads where possible and faster; any other name computes all.
-        **kwargs: others of `HeadMixtureAttention`, but none for keys shared by heads or a norm of them.
+        executor: "packed" and "auto" skip heads where possible and faster; with any other name all heads are computed.
+        **kwargs: other arguments of `HeadMixtureAttention`, except kv_heads and qk_norm.
     """
 
     skipping_executors = (CosinePairs,)
@@ -284,15 +294,15 @@ class CosineAttention(HeadMixtureAttention):
         return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
 
     def query_scale(self, length: Tensor) -> Tensor:
-        """Scale of the queries, length [N] -> [h, N, 1]."""
+        """Return the scale of the queries: length [N] -> [h, N, 1]."""
         return F.softplus(self.temperature) * length.unsqueeze(-1)
 
     def scaled(self, q: Tensor, length: Tensor) -> Tensor:
-        """Embed and scale unit queries [B, h, N, D]; length [N]."""
+        """Add the query embedding to unit queries [B, h, N, D] and scale them; length: [N]."""
         return (q + self.query_embedding) * self.query_scale(length.to(q.dtype))
 
     def unit_qkv(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens x of a call [B, N, C] -> unit queries, unit keys, values, [B, N, h, D]."""
+        """Return unit queries, unit keys and values, each [B, N, h, D], of a call's tokens [B, N, C]."""
         if call.q is None:
             q, k, v = self.project_all(call)
         else:
@@ -313,8 +323,8 @@ class CosineAttention(HeadMixtureAttention):
 class AggregatedAttention(CosineAttention):
     """Attention of a token to its 3 x 3 neighbours and a pooled map, under one softmax (Shi 2024, eq. 3 to 8).
 
-    Neighbours also get weights from the query alone (learnable_tokens, learnable_bias). The window is nine
-    shifts of the map, not a nine-fold copy: on a CPU four to nine times as fast as unfolding.
+    Neighbours also get weights from the query alone (learnable_tokens, learnable_bias). The window is computed
+    as nine shifts of the map: on a CPU this is four to nine times as fast as unfolding it into nine copies.
 
     Parameters beside those of `CosineAttention`: relative_pos_bias_local [h, 9], learnable_tokens [h, D, 9],
     learnable_bias [h, 1, 9], sr (1 x 1 convolution before pooling), norm.

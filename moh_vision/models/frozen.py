@@ -1,4 +1,4 @@
-"""Models that a run uses and does not train, such as a teacher: a record of their weights."""
+"""A record of the weights of models that a run uses but does not train, such as a teacher."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
 
 
 class FrozenRecord:
-    """The weights of a run's frozen models, kept in RUN/frozen.json: a resumed run must find the same ones.
+    """Hashes of the weights of a run's frozen models, in RUN/frozen.json: a resumed run must find the same weights.
 
     Args:
-        allowed: configuration keys that may change, as of --allow-change.
+        allowed: configuration keys that may change, from --allow-change.
         models: key that names a model, such as "distill.teacher" -> (its name, SHA-256 of its weights).
     """
 
@@ -37,14 +37,14 @@ class FrozenRecord:
         self.models = models
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
-        """Compare with the record in a run's folder, and `say` each change that is allowed."""
+        """Compare with the record in a run's folder; raise ValueError for a change, or `say` it if it is allowed."""
         file = run / RECORD
-        if not file.exists():  # killed while it began
+        if not file.exists():  # the run was killed before it wrote one
             return
         try:
             recorded = json.loads(file.read_text("utf-8"))
             changed = [key for key, (_, sha) in self.models.items() if recorded.get(key) != sha]
-        except Exception as error:  # a file that is no mapping fails anywhere
+        except Exception as error:  # a file that is no mapping may raise any exception
             raise ValueError(
                 f"{file}: not a record of frozen models that can be read ({reason_of(error)}); --fresh moves the run "
                 "aside and starts over"
@@ -62,6 +62,6 @@ class FrozenRecord:
 
     def save(self, run: Path) -> None:
         """Write the record into a run's folder."""
-        sums = {key: sha for key, (_, sha) in self.models.items()}
-        if sums:
-            write_whole(run / RECORD, json.dumps(sums) + "\n")
+        digests = {key: sha for key, (_, sha) in self.models.items()}
+        if digests:
+            write_whole(run / RECORD, json.dumps(digests) + "\n")

@@ -1,4 +1,4 @@
-"""Set a model's head budget, read it with weights, and record it where the model's library saves it."""
+"""Set a model's head budget, take it from weights, and record it where timm, diffusers or transformers saves it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +28,9 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
     Args:
         model: any model with head routing.
         spec: the share of heads to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list of one
-            (shared, routed) pair per layer. A number keeps the shape that the model's budget has: a ramp where it
-            was made so, the same share in every layer where the model was converted or made so. A list that came
-            without its head_budget_shape is taken for a ramp, which is logged.
+            (shared, routed) pair per layer. A number keeps the shape of the model's present budget, "ramp" or
+            "uniform"; converted models have "uniform". If the model was built from a list of pairs without a
+            head_budget_shape, a number gives a ramp, and a warning is logged.
 
     Returns:
         The model. Rounding to whole heads, and layers left with one routed head, are logged as WARNING of
@@ -57,14 +57,14 @@ def new_budgets(
     heads: Sequence[int],
     head_dim: Sequence[int],
 ) -> tuple[HeadBudget, ...]:
-    """Resolve the head budget of a model that is being built, and note in the model what it was made of.
+    """Resolve the head budget of a model that is being built, and store its spec and shape in the model.
 
     Args:
-        model: its attributes `head_budget_spec` and `head_budget_shape` are set.
+        model: gets the attributes `head_budget_spec` and `head_budget_shape`.
         spec: the constructor's head_budget; None: `default_budget` of the router.
         shape: the constructor's head_budget_shape.
         router: name in `moh_vision.attention.ROUTERS`.
-        heads: of every layer.
+        heads: number of heads of every layer.
         head_dim: width of a head in every layer.
 
     Returns:
@@ -85,10 +85,10 @@ def new_budgets(
 
 
 def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Give each layer as many shared heads as the MoH router in its weights has.
+    """Give each layer as many shared heads as its MoH router has in the weights `state_dict`.
 
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
-    routers change nothing. Call it before loading: the new routers are untrained.
+    routers change nothing. Call this before loading: changed layers get new, untrained routers.
     """
     layers: list[HeadMixtureAttention] = []
     trained: list[HeadBudget] = []
@@ -97,10 +97,11 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
             continue
         heads = layer.budget.heads
         shared = layer.budget.shared
-        routed = state_dict.get(f"{name}.router.routed.weight")
-        if routed is not None and len(routed) <= heads:  # otherwise loading reports the misfit
+        routed = state_dict.get(f"{name}.router.routed.weight")  # [candidates, C]
+        # Too many candidates are left for `load_state_dict` to report.
+        if routed is not None and len(routed) <= heads:
             shared = heads - len(routed)
-        elif routed is None and f"{name}.router.shared.weight" in state_dict:
+        elif routed is None and f"{name}.router.shared.weight" in state_dict:  # no candidates
             shared = heads
         layers.append(layer)
         trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
@@ -114,7 +115,7 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
 
 
 def run_all_heads(model: nn.Module) -> None:
-    """Run all heads of a new model, as weights of a dense model were trained, and share a fifth of them.
+    """Run all heads of a new model with dense weights; a fifth of them is shared, if its routers share heads.
 
     The shape of the model's budget stays.
     """
@@ -127,12 +128,12 @@ def run_all_heads(model: nn.Module) -> None:
 
 
 def record_budget(model: nn.Module, spec: BudgetSpec, shape: str | None = None) -> None:
-    """Record a model's present budget, for its library to save, and what it was made of.
+    """Store a budget's spec in a model, and the budget where the model's library saves it.
 
     Args:
         model: its layers have the budget already.
-        spec: what it was made of.
-        shape: "ramp" or "uniform", which later shares keep, if spec is a list; None: the one that the model has.
+        spec: head_budget from which the budget was resolved.
+        shape: "ramp" or "uniform", for shares that are set later, if spec is a list; None: the model keeps its shape.
     """
     model.head_budget_spec = spec
     _record(model, shape_of(spec) or shape or getattr(model, "head_budget_shape", None))
@@ -151,19 +152,19 @@ def _record(model: nn.Module, shape: str | None) -> None:
 
 
 def _record_in_transformers(config: Any, pairs: list[list[int]], shape: str | None) -> None:
-    """Write pairs and shape into the configuration of a language model, from which the model reads its shape too."""
+    """Write pairs and shape into a language model's configuration, where the model also looks up its shape."""
     if hasattr(config, "layer_budgets"):
         config.layer_budgets = pairs
         config.head_budget_shape = shape
-    elif config.moh is not None:  # a dense LLaMA has no budget to be saved
+    elif config.moh is not None:  # a LLaMA with routed heads: a dense one has no budget
         config.moh = dict(config.moh, head_budget=pairs, head_budget_shape=shape)
 
 
 class RecordedArguments:
-    """Descriptor of timm's `_model_args`, the arguments saved with a model, that adds the present head budget and its shape.
+    """Descriptor for `_model_args`, the arguments that timm saves with a model: adds the present head budget.
 
-    `timm.create_model` writes the caller's arguments last. Their head_budget may be a share, without the
-    shared heads that the model took from its weights.
+    `timm.create_model` sets the caller's arguments after the model is built. The caller's head_budget may be a
+    share, which does not say how many shared heads the model took from its weights.
     """
 
     def __get__(self, model: nn.Module | None, owner: type) -> Any:
@@ -176,7 +177,7 @@ class RecordedArguments:
 
 
 def saved_budget(model: nn.Module) -> dict[str, Any]:
-    """Return arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
+    """Return arguments that build a model with the present budget: its pairs, and its shape if it has one."""
     saved: dict[str, Any] = {"head_budget": budget_pairs(model)}
     shape = getattr(model, "head_budget_shape", None)
     if shape:
@@ -185,7 +186,7 @@ def saved_budget(model: nn.Module) -> dict[str, Any]:
 
 
 def recorded_budget(arguments: Any) -> dict[str, Any]:
-    """Return what `saved_budget` wrote among the saved arguments of a model; empty without a head_budget."""
+    """Return the entries of `saved_budget` from a model's saved arguments; {} if there is no head_budget."""
     if not isinstance(arguments, dict) or arguments.get("head_budget") is None:
         return {}
     names = ("head_budget", "head_budget_shape")

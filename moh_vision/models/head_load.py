@@ -23,10 +23,11 @@ class HeadLoad:
 
     Args:
         layers: `head_budget(model)["layers"]`.
-        groups: kinds of groups and their names: dict(class=[...]), or dict(class=[...], timestep=[...]).
+        groups: by what samples are grouped -> names of the groups: dict(class=[...], timestep=[...]).
 
     Attributes:
-        sums: float64 [groups of all kinds, columns]: for each layer the tokens that ran each head, and all tokens.
+        sums: float64 [groups of all kinds, columns]. The columns of a layer are H numbers of tokens that ran each
+            head, then the number of all tokens.
         of: what was counted, such as model, data and split.
     """
 
@@ -34,7 +35,7 @@ class HeadLoad:
         self.layers = [{key: layer[key] for key in LAYER} for layer in layers]
         self.groups = {by: [str(name) for name in names] for by, names in groups.items()}
         sizes = [len(names) for names in self.groups.values()]
-        # In `sums`: the first row of each kind of groups, and the number of columns of each layer.
+        # First row of each kind of groups in `sums`, and number of columns of each layer.
         self.starts = dict(zip(self.groups, accumulate(sizes, initial=0)))
         self.widths = [layer["heads"] + 1 for layer in self.layers]
         self.sums = torch.zeros(sum(sizes), sum(self.widths), dtype=torch.float64)
@@ -45,7 +46,8 @@ class HeadLoad:
 
         Args:
             stats: of every layer, or of consecutive layers from `first` on.
-            groups: for each kind of groups its number, an integer or [B].
+            groups: for each kind of groups the index of the samples' group: an integer, or [B].
+            first: index of the layer of the first statistics.
         """
         runs = torch.cat([sample_runs(layer) for layer in stats], dim=1)  # [B, columns]
         runs = runs.cpu().double()
@@ -56,7 +58,7 @@ class HeadLoad:
             sums.index_add_(0, rows, runs)
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Sum the counts over all processes."""
+        """Sum the counts over all processes, with an all-reduce that the caller gives."""
         self.sums = sum_over_processes(self.sums)
 
     def runs(self, by: str = "") -> list[Tensor]:
@@ -78,17 +80,18 @@ class HeadLoad:
         return [(total[:-1].sum() / total[-1].clamp_min(1)).item() for total in totals]
 
     def choosing(self) -> list[int]:
-        """Return the numbers of the layers whose tokens choose heads; elsewhere every head runs."""
-        numbers = []
-        for number, layer in enumerate(self.layers):
+        """Return the indices of layers that leave heads out; in the other layers every head runs."""
+        indices = []
+        for index, layer in enumerate(self.layers):
             if 0 < layer["routed"] < layer["heads"] - layer["shared"]:
-                numbers.append(number)
-        return numbers
+                indices.append(index)
+        return indices
 
     def save(self, path: Path) -> None:
-        """Write JSON: of, layers, and by kind of groups names, tokens (one number a layer) and counts.
+        """Write JSON: `of`, `layers`, and for each kind of groups their names, tokens per layer and counts per head.
 
-        Shared heads, run by all tokens, are left out. 1,000 classes and 400 heads, 120 of them shared, take 1.6 MB.
+        Counts of shared heads are left out, because all tokens run them. 1,000 classes and 400 heads, 120 of them
+        shared, take 1.6 MB.
         """
         loads = {}
         for by, names in self.groups.items():
@@ -102,7 +105,7 @@ class HeadLoad:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file of `save`; refuse anything else."""
+        """Read a file that `save` wrote; raise ValueError for any other file."""
         try:
             tree = json.loads(path.read_bytes())
             load = cls(tree["layers"], {by: entry["groups"] for by, entry in tree["by"].items()})

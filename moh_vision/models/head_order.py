@@ -11,11 +11,11 @@ Batch = Tensor | Sequence[Tensor] | dict  # what a model is called with
 def order_heads(
     model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
 ) -> None:
-    """Order the heads of a dense model in every layer, the largest contribution first.
+    """Sort the heads of a dense model in every layer, the largest contribution first.
 
-    The first heads are shared, and with equal gates (zero routers) run first: so the strongest do. Key-value
-    heads of several query heads move with them, the strongest group first. The output stays the same up to
-    the order of its sums.
+    The first heads of a layer become its shared heads, and among equal gates (zero routers) the first routed heads
+    run; so after sorting the strongest heads run. A key-value head that several query heads share moves with its
+    group, the strongest group first. The output stays the same up to the order of summation.
 
     Args:
         model, attentions, batches, options: see `head_lengths`.
@@ -35,7 +35,7 @@ def head_lengths(
         attentions: its attention layers, see `projections`.
         batches: tensors, tuples of arguments, or dicts. Padding ("attention_mask" 0) does not count, and
             "labels" are left out.
-        options: of every call.
+        options: keyword arguments of every call.
 
     Returns:
         For every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token
@@ -43,7 +43,7 @@ def head_lengths(
     """
     totals: list[Tensor | float] = [0.0] * len(attentions)
     tokens = [0.0] * len(attentions)  # per layer: a class token may be in some layers only
-    real = None  # [B, N] of the present batch, 0 at padding
+    mask = None  # [B, N] of the present batch, 0 at padding; None: no padding
 
     def watch(layer: int):
         out, _ = projections(attentions[layer])
@@ -51,7 +51,7 @@ def head_lengths(
 
         def hook(module, args):
             lengths = output_lengths(args[0], gram)  # [B, N, H]
-            counted = real
+            counted = mask
             if counted is None:
                 counted = torch.ones_like(lengths[..., 0])
             totals[layer] += (lengths * counted.unsqueeze(-1)).sum((0, 1)).double().cpu()
@@ -64,9 +64,9 @@ def head_lengths(
     try:
         model.eval()
         for batch in batches:
-            real = None
+            mask = None
             if hasattr(batch, "items"):
-                real = batch.get("attention_mask")
+                mask = batch.get("attention_mask")
                 inputs = {name: value for name, value in batch.items() if name != "labels"}
                 model(**inputs, **options)
             elif isinstance(batch, (tuple, list)):
@@ -86,7 +86,10 @@ def head_lengths(
 
 
 def projections(attn: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, list[int]]]]:
-    """Return an attention's linear layers: (output, [(input, rows of each part in it), ...])."""
+    """Return an attention's output projection, and [(input projection, [rows of each part, ...]), ...].
+
+    The parts are queries, keys and values, in this order.
+    """
     if hasattr(attn, "qkv"):
         queries = attn.proj.in_features
         keys = (attn.qkv.out_features - queries) // 2
@@ -97,22 +100,27 @@ def projections(attn: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, list[
 
 @torch.no_grad()
 def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
-    """Order heads by `lengths` [H]: groups of query heads by their sum, then heads in their group."""
+    """Sort a layer's heads in place by `lengths` [H], the largest first.
+
+    Groups of query heads that share a key-value head are sorted by their sum, then the heads in each group.
+    """
     out, inputs = projections(attn)
     D = attn.head_dim
     _, parts = inputs[-1]
-    values = parts[-1]  # rows of the values, which stand last
+    values = parts[-1]  # number of rows of the values, the last part
     by_group = lengths.view(values // D, -1)  # [G, query heads of a key-value head]
     groups = by_group.sum(1).argsort(descending=True, stable=True)
     inside = by_group[groups].argsort(dim=1, descending=True, stable=True)
     heads = (groups.unsqueeze(1) * by_group.shape[1] + inside).flatten()
 
     def channels(order: Tensor) -> Tensor:
+        """Return the indices of the channels of heads in this order."""
         return (order.unsqueeze(1) * D + torch.arange(D)).flatten().to(out.weight.device)
 
     for linear, parts in inputs:
         ordered = []
         for rows in torch.arange(linear.out_features, device=out.weight.device).split(parts):
+            # Queries have D rows for each head, keys and values for each group. Of size 1, groups are heads.
             order = heads if len(rows) == out.in_features else groups
             ordered.append(rows[channels(order)])
         rows = torch.cat(ordered)
@@ -123,15 +131,15 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
 
 
 def output_gram(weight: Tensor, heads: int) -> Tensor:
-    """W^T W of each head's output projection, weight [C, H * D] -> [H, D, D], in float32."""
+    """Return W^T W of each head's output projection, weight [C, H * D] -> [H, D, D], in float32."""
     w = weight.float().unflatten(1, (heads, -1))  # [C, H, D]
     return torch.einsum("chd,che->hde", w, w)
 
 
 def output_lengths(o: Tensor, gram: Tensor) -> Tensor:
-    """|W_O^h o_h| of every token and head, o [B, N, H * D], gram [H, D, D] -> [B, N, H].
+    """Return |W_O^h o_h| of every token and head: o [B, N, H * D], gram [H, D, D] -> [B, N, H].
 
-    |W o|^2 = o^T (W^T W) o avoids storing the model's width for every head.
+    It is computed by |W o|^2 = o^T (W^T W) o, which needs no tensor of C elements for every token and head.
     """
     o = o.float().unflatten(-1, gram.shape[:2])  # [B, N, H, D]
     return torch.einsum("bnhd,hde,bnhe->bnh", o, gram, o).clamp_min(0).sqrt()

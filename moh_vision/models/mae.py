@@ -1,4 +1,4 @@
-"""MAE's gates in a model, and which parameters to train (Peng 2020)."""
+"""Find MAE's routers in a model, and freeze what a fine-tuning does not train (Peng 2020)."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from moh_vision.attention.routers.mae import MAERouter
 
 
 def mae_routers(model: nn.Module) -> list[MAERouter]:
-    """Return all MAE routers in the order of `model.modules()`; often none."""
+    """Return all MAE routers of a model in the order of `model.modules()`; [] for other models."""
     return [module for module in model.modules() if isinstance(module, MAERouter)]
 
 
@@ -15,8 +15,8 @@ def train_only(model: nn.Module, which: str) -> None:
     """Freeze all parameters but a fine-tuning set (Peng 2020, section 5.2).
 
     Args:
-        which: "all": nothing is frozen (FTALL); "gates" (FTG); or "gates_and_outputs": also the matrix (without
-            bias) of every attention's output projection (FTG+).
+        which: what stays trainable. "all": all parameters (FTALL); "gates": MAE's gates (FTG);
+            "gates_and_outputs": also the weight, without bias, of every attention's output projection (FTG+).
     """
     if which == "all":
         return

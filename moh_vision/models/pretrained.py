@@ -1,4 +1,4 @@
-"""The start of a new run: its model, from `model.pretrained` or its own keys, and weights."""
+"""Find the model of a new run, from `model.pretrained` or the configuration's own keys, and load its first weights."""
 
 import contextlib
 import inspect
@@ -31,7 +31,8 @@ from moh_vision.models.weights import (
     taken_for,
 )
 
-OPTIONS = [
+# Arguments of `convert` that model.convert may set.
+CONVERT_OPTIONS = [
     name
     for name in inspect.signature(convert).parameters
     if name not in ("model", "calibrate", "group")
@@ -39,9 +40,9 @@ OPTIONS = [
 
 
 def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
-    """Find (name, arguments) of an `ImageRunConfig`'s model, without sizes that follow from data.
+    """Return (name, arguments) of an `ImageRunConfig`'s model, without the sizes that follow from the data.
 
-    A resumed run reads its own file (unless `fresh`): the pre-trained source may be gone.
+    Unless `fresh`, a resumed run takes both from its own weights file, because the pre-trained source may be gone.
     """
     section = config.model
     if not section.pretrained:
@@ -49,8 +50,8 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
         return section.name, section.arguments()
     options = section.convert or {}
     for key in options:
-        if key not in OPTIONS:
-            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, OPTIONS)}")
+        if key not in CONVERT_OPTIONS:
+            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_OPTIONS)}")
     if section.head_budget is not None and "head_budget" in options:
         raise ValueError(
             "model.head_budget and model.convert.head_budget are the same thing: give one"
@@ -68,7 +69,8 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
             routed = not is_dense(create(name, wing, **arguments))
     except Exception as error:  # files of others may hold anything
         near = ""
-        if wing == "classification":  # for diffusion `check_name` has said it
+        # For diffusion the error is from `check_name`, which has suggested a name already.
+        if wing == "classification":
             near = near_model(section.pretrained)
         raise ValueError(
             f"model.pretrained {section.pretrained}: {reason_of(error)}{near}"
@@ -104,11 +106,13 @@ def load_source(
         key = "init_from"
         source = config.init_from
         advice = taken_for(config.model.name)
-    with advice:
-        dense = bool(source) and init_from(model, source, say, key, classes)
-    file = Path((source or "").removeprefix("local-dir:"))
-    if source and file.exists():
-        say(f"{key}: weights of {weights_said(weights_file(str(file)))}")
+    dense = False
+    if source:
+        with advice:
+            dense = init_from(model, source, say, key, classes)
+        path = Path(source.removeprefix("local-dir:"))
+        if path.exists():
+            say(f"{key}: weights of {weights_said(weights_file(str(path)))}")
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
@@ -117,19 +121,19 @@ def load_source(
 
 
 def is_dense(model: nn.Module) -> bool:
-    """Return whether no layer can leave heads out."""
+    """Return whether every layer always runs all its heads."""
     return all(layer.router.all_heads for layer in attention_layers(model))
 
 
 def of_source(source: str, wing: str) -> tuple[str, dict, dict]:
-    """Find (name, arguments, pretrained_cfg) of a saved or published model, or of a run.
+    """Return (name, arguments, pretrained_cfg) of a saved or published model, or of a run.
 
-    timm's ViTs are "moh_vit" with `base` and router "dense". The pretrained_cfg is timm's, {} for a name or
-    run. Possible sources: model.pretrained in docs/guides/convert.md.
+    For a ViT of timm's that is "moh_vit", with its timm name as `base` and router "dense". The pretrained_cfg is
+    timm's, and {} for a registered name or a run. docs/guides/convert.md lists the possible sources.
     """
     local = source.removeprefix("local-dir:")
     metadata = {}
-    with contextlib.suppress(FileNotFoundError):  # of a folder that is no run
+    with contextlib.suppress(FileNotFoundError):  # the folder is not a run
         metadata = described_by(local, wing)
     if "architecture" in metadata:
         return metadata["architecture"], metadata["arguments"], {}
@@ -148,7 +152,7 @@ def of_source(source: str, wing: str) -> tuple[str, dict, dict]:
 
 
 def _classifier(source: str) -> tuple[str, dict, dict]:
-    """Find a source's timm model, as "moh_vit" with `base`, or our saved one."""
+    """Return `of_source`'s answer for a timm model, or for a model of ours that timm has saved."""
     if Path(source).is_dir():
         scheme = "local-dir"
         name = source
@@ -173,7 +177,7 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
             "in_chans": cfg["input_size"][0],
             **arguments,
         }
-        # By the tag timm knows the mean and standard deviation of the model's images.
+        # With its tag, the name tells timm the mean and standard deviation of the model's images.
         if is_model_pretrained(f"{name}.{cfg.get('tag')}"):
             name = f"{name}.{cfg['tag']}"
     if not timm.is_model(name):
@@ -182,7 +186,7 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
         )
     if timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("timm."):
         arguments = {"base": name, "router": "dense", **arguments}
-        with torch.device("meta"):  # what cannot be converted is refused here
+        with torch.device("meta"):  # raises if the model cannot be converted
             timm.create_model("moh_vit", **arguments)
         return "moh_vit", arguments, cfg
     check_name(name, "classification")
@@ -190,7 +194,7 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
 
 
 def _diffusion(source: str) -> tuple[str, dict, dict]:
-    """Find a registered DiT, or a DiT in a diffusers folder."""
+    """Return `of_source`'s answer for a registered DiT, or for one in a folder of diffusers."""
     if not Path(source).is_dir():
         if source.count("/"):
             raise ValueError(
@@ -227,4 +231,4 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
         if key[0] != "_" and key not in sizes:
             arguments[timm_names.get(key, key)] = value
     refuse_fetch(arguments, "its config.json")
-    return "dit_small_patch2", arguments, {}
+    return "dit_small_patch2", arguments, {}  # the arguments replace all sizes of this variant

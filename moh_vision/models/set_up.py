@@ -22,11 +22,11 @@ class ModelSetup:
     """The model of a run, and what is said and saved of it.
 
     Args:
-        model: with its weights; what is not trained requires no gradient.
-        arguments: by which `create` makes it again.
-        elastic: the budget that is drawn for every step, or None.
-        inputs: of one forward of batch 1.
-        description: for a dry run, else empty.
+        model: the model with its weights; frozen parameters have requires_grad False.
+        arguments: arguments with which `create` builds the model again.
+        elastic: draws the budget of every step, or None.
+        inputs: arguments of one forward of batch 1.
+        description: text that a dry run prints; empty in other runs.
     """
 
     model: nn.Module
@@ -51,9 +51,9 @@ def set_up_model(
         config: an `ImageRunConfig`.
         wing: "classification" or "diffusion".
         name, arguments: for `create`. `ModelSetup.arguments` adds the image size and the trained budget.
-        classes: of the data.
-        checkpoint: that the run goes on from; its weights are loaded later. None: weights of config.init_from or
-            config.model.pretrained are loaded, if these are given.
+        classes: class names of the data.
+        checkpoint: folder of the checkpoint from which the run resumes; the caller loads its weights later. None:
+            the weights of config.init_from or config.model.pretrained are loaded, if given.
         say: prints a line.
 
     Raises:
@@ -67,10 +67,10 @@ def set_up_model(
         side = getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
         arguments = dict(arguments, img_size=side)
     if checkpoint:
-        # The run began with the shared heads of the weights that it started from.
+        # The budget in the configuration may have other shared heads than init_from gave to the run.
         keep_shared_heads(model, checkpoint)
     elif config.init_from or not config.dry_run:
-        # A dry run does not load the weights of model.pretrained: they always fit, and may need a download.
+        # A dry run loads only init_from: the weights of model.pretrained always fit, and may need a download.
         load_source(model, config, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
@@ -103,19 +103,19 @@ def check_memory(
 ) -> None:
     """Refuse a run whose first step needs more memory than there is: the system would kill it without a word.
 
-    A dry run says so and goes on: it describes runs of larger machines.
+    A dry run prints the problem and goes on, because it may describe a run for a larger machine.
 
     Args:
         config: an `ImageRunConfig`.
         model_setup: the model and its inputs.
-        device: that the model will be trained on.
-        micro_batch: images that it takes at once.
+        device: device on which the model will be trained.
+        micro_batch: images in one forward.
         say: prints a line.
     """
     limit = memory_limit(device)
     if limit is None:
         return
-    # The estimate does not hold for these: they keep fewer activations for the backward.
+    # These options keep fewer activations for backward than the estimate below.
     if config.checkpointing or config.train_only != "all":
         return
     inputs = model_setup.inputs

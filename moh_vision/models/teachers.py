@@ -20,18 +20,19 @@ from moh_vision.models.weights import from_run, near_model
 class Teacher(nn.Module):
     """A frozen model in eval mode; timm's `DistillationTeacher` normalises images for it.
 
-    It is no part of the trained model: not wrapped, not saved.
+    A teacher is not a submodule of the trained model, so that it is neither wrapped nor saved with it.
 
     Args:
         key: configuration key, for messages.
         source: a timm model with pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
-            classification run. timm sums or repeats the first kernel's colours for other channel counts.
+            classification run. For images without three channels, timm sums or repeats the colours of the
+            first kernel.
         mean, std: normalisation of the images, per channel.
 
     Attributes:
         classes: class names in order; None if only their number is known.
-        order: for each class of the data its number in the teacher; None: the data have the teacher's order.
-        sha256: SHA-256 of the weights and of the normalisation of its images.
+        order: for each class of the data the index of its logit; None: the data have the teacher's order.
+        sha256: SHA-256 of the weights and of the normalisation that the teacher expects.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
@@ -52,13 +53,13 @@ class Teacher(nn.Module):
                 else:
                     self.classes = saved_with(weights_file(local))
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
-            seen = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
-            self.sha256 = digest_of({**model.state_dict(), **seen})
+            normalisation = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
+            self.sha256 = digest_of({**model.state_dict(), **normalisation})
         except Exception as error:  # files of others may hold anything
             raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
-            # Grey images have the first channel's number, as in training.
+            # For grey images keep the mean and std of the first channel, as in training.
             per_channel = getattr(self.teacher, f"{name}_kd")
             setattr(self.teacher, f"{name}_kd", per_channel[:, : len(mean)])
 
@@ -75,7 +76,7 @@ class Teacher(nn.Module):
         return logits[:, self.order]
 
     def check_logits(self, shape: Sequence[int], classes: int) -> None:
-        """Raise ValueError unless it takes images [C, h, w] and has this many classes."""
+        """Raise ValueError unless the teacher takes images of shape [C, h, w] and has this many classes."""
         try:
             got = tuple(self(torch.zeros(1, *shape)).shape)
         except Exception as error:  # models fail in many ways
@@ -91,7 +92,7 @@ class Teacher(nn.Module):
         channels = self.mean.shape[1]
         try:
             self.size = grid * model.feature_info[-1]["reduction"]
-            if hasattr(model, "set_input_size"):  # positions are resized
+            if hasattr(model, "set_input_size"):  # resizes the position table, as a new parameter
                 model.set_input_size(img_size=(self.size, self.size))
             self.requires_grad_(False)
             _, patches, width = self.tokens(torch.zeros(1, channels, self.size, self.size)).shape
@@ -108,7 +109,7 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def tokens(self, images: Tensor) -> Tensor:
-        """images [B, C, h, w] -> patch features of the last layer [B, N, width], normalised."""
+        """images [B, C, h, w] -> patch features of the last layer [B, N, width], after the model's final norm."""
         if images.shape[-1] != self.size:
             images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
         options = dict(indices=1, norm=True, intermediates_only=True)

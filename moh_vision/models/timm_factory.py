@@ -1,4 +1,4 @@
-"""Register our model families with timm; read budgets that come with pretrained weights."""
+"""Register our model families with timm; read the head budgets that were saved with pretrained weights."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +17,8 @@ def register_variants(
 ) -> None:
     """Register a family's models with timm, as functions of its module.
 
-    A model with pretrained weights is built with their recorded budget; the caller's head_budget, if any, is
-    then set as `set_head_budget` does.
+    If pretrained weights come with a recorded budget, the model is built with that budget, and the caller's
+    head_budget, if any, is then set by `set_head_budget`.
 
     Args:
         module: name of the family's module; timm groups models by its last part.
@@ -31,7 +31,7 @@ def register_variants(
             trained = {}
             if pretrained:
                 trained = trained_budget(variant, kwargs)
-            if not trained:
+            if not trained:  # new weights, or weights without a recorded budget
                 return create(variant, pretrained, arguments, **kwargs)
             wanted = kwargs.pop("head_budget", None)
             model = create(variant, pretrained, arguments, **{**kwargs, **trained})
@@ -49,7 +49,7 @@ def register_variants(
 
 
 def image_cfg(**kwargs) -> dict:
-    """A timm configuration for ImageNet: 224 x 224 images, 1000 classes; kwargs: other entries."""
+    """Return a timm configuration for ImageNet, 224 x 224 images and 1000 classes; kwargs: other entries."""
     common = dict(
         num_classes=1000, input_size=(3, 224, 224), interpolation="bicubic", fixed_input_size=True
     )
@@ -57,9 +57,11 @@ def image_cfg(**kwargs) -> dict:
 
 
 def trained_budget(variant: str, kwargs: dict) -> dict[str, Any]:
-    """Return the head budget recorded with the pretrained weights of a timm entrypoint's arguments, and its shape.
+    """Return the head budget and its shape as recorded with a variant's pretrained weights; {} if not recorded.
 
-    `timm.models.save_for_hf` records them in config.json, a run in its files' metadata. Empty: not recorded.
+    `timm.models.save_for_hf` records them in config.json, a run in the metadata of its files.
+
+    kwargs: the keywords of the timm entrypoint, which may name other weights than the variant's.
     """
     saved = recorded_budget(kwargs.get("pretrained_model_args"))
     if saved:

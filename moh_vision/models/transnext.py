@@ -78,7 +78,8 @@ class TransNeXtBlock(nn.Module):
     Args:
         attn: a `CosineAttention` or `AggregatedAttention`.
         dim: C, width of the tokens.
-        mlp_ratio: width of a plain MLP over C; ConvGLU, with its gate, has two thirds of it.
+        mlp_ratio: hidden width of a plain MLP, as a multiple of C; ConvGLU has two thirds of that width, because its
+            gate adds parameters.
         proj_drop: dropout of ConvGLU.
         drop_path: rate at which a residual branch is left out.
     """
@@ -131,13 +132,13 @@ class TransNeXtStage(nn.Module):
     """Downsampling, blocks of one size, norm: [B, C', H', W'] -> [B, C, H, W].
 
     Args:
-        downsample: comes before the blocks.
-        blocks: all of the same width.
+        downsample: the layer before the blocks.
+        blocks: blocks of width C.
         dim: C, width of the tokens.
-        size: (H, W) of the position tables.
-        pretrain: the size in pretraining.
+        size: (H, W) of the maps that position tables are built for.
+        pretrain: (H, W) of this stage's maps in pretraining.
         pool: pooling factor of each side; 1: the blocks attend to all tokens.
-        dynamic: build tables for other sizes when needed.
+        dynamic: accept maps of other sizes, and build their tables in each forward.
     """
 
     def __init__(  # noqa: PLR0913
@@ -169,7 +170,7 @@ class TransNeXtStage(nn.Module):
     def set_size(self, size: tuple[int, int], device=None) -> None:
         """Build the tables for maps of size (H, W)."""
         self.size = size
-        # Not persistent: they follow from sizes, and official checkpoints hold none.
+        # Not persistent: tables follow from the sizes, and official checkpoints have none.
         for name, table in self.tables(size[0], size[1], device)._asdict().items():
             self.register_buffer(name, table, persistent=False)
 
@@ -205,6 +206,7 @@ class TransNeXtStage(nn.Module):
         return self.norm(x).permute(0, 3, 1, 2)
 
 
+# Patterns in official names -> ours.
 RENAMED = (
     (r"^module\.", ""),  # DataParallel
     (r"^patch_embed(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.downsample."),
@@ -217,7 +219,7 @@ RENAMED = (
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Translate official TransNeXt and MoH-ViT names; ours pass through.
 
-    Official aggregated attention has q and kv apart. No checkpoint holds position tables.
+    Official aggregated attention has separate projections q and kv, here joined into qkv.
     """
     result = {}
     for name, tensor in rename_routers(state_dict.get("model", state_dict)).items():
@@ -242,11 +244,13 @@ class TransNeXt(nn.Module):
         num_classes: outputs of the classifier; 0: none.
         global_pool: "avg" or "" (no pooling).
         embed_dims, num_heads, depths, mlp_ratios: per stage; heads are embed_dim / num_heads wide.
-        pools: per stage, how many tokens of a side make one key; 1: no pooling and no window.
+        pools: per stage, the pooling factor of each side of the map that keys are made of; 1: no pooling and
+            no window.
         head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
             stage. None: all heads.
-        head_budget_shape: "ramp" or "uniform": the shape of a plain share, which later shares keep; None: the shape that
-            head_budget names, a ramp for a plain share. It is saved beside the pairs, which do not say their shape.
+        head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
+            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
+            from which it cannot be told.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
@@ -359,9 +363,9 @@ class TransNeXt(nn.Module):
         self.init_weights(needs_reset=False)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise linear layers truncated normal 0.02, convolutions by fan-out.
+        """Initialise linear layers with a truncated normal of std 0.02, and convolutions by fan-out.
 
-        needs_reset: also reset norms and tables; a new model's are right.
+        needs_reset: also reset norms and position tables, which are right already in a new model.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -387,12 +391,12 @@ class TransNeXt(nn.Module):
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
 
     def no_weight_decay(self) -> set:
-        """Return the parameters that scale or position attention, as published. Routers are decayed."""
+        """Return names of parameters that scale attention or encode positions, as published; routers are decayed."""
         spared = ("query_embedding", "relative_pos_bias_local", "cpb_", "temperature")
         return {name for name, _ in self.named_parameters() if any(word in name for word in spared)}
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Return patterns of layers, for layer-wise learning rates."""
+        """Return patterns that group parameters by layer, for layer-wise learning rates."""
         if coarse:
             return dict(stem=r"^stages\.0\.downsample", blocks=r"^stages\.(\d+)")
         blocks = [
@@ -418,7 +422,7 @@ class TransNeXt(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Make a new head; `global_pool` None keeps the pooling."""
+        """Make a new classifier; `global_pool` None keeps the pooling."""
         if global_pool is not None:
             check_pool(global_pool)
             self.global_pool = global_pool
@@ -435,14 +439,15 @@ class TransNeXt(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return outputs of stages, [B, C, H, W]. `norm` changes nothing: every stage ends in one.
+        """Return the final features and the outputs of some stages, each [B, C, H, W].
 
         Args:
             x: images [B, in_chans, height, width].
-            indices: the last n stages, a list, or None: all.
+            indices: n for the last n stages, a list of stages, or None: all.
+            norm: changes nothing, because every stage ends in a norm.
             stop_early: skip the stages after the last index.
             output_fmt: only "NCHW".
-            intermediates_only: without the final features.
+            intermediates_only: return only the list of stages' outputs.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt {output_fmt!r} is not supported: only 'NCHW'")
@@ -462,7 +467,7 @@ class TransNeXt(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages after the last index, and the head."""
+        """Drop the stages after the last index, and the classifier (`prune_head`); return the stages' indices."""
         take, last = feature_take_indices(len(self.stages), indices)
         cut = last < len(self.stages) - 1
         self.stages = self.stages[: last + 1]
@@ -496,7 +501,7 @@ class TransNeXt(nn.Module):
 
 
 def make_attention(dim: int, budget: HeadBudget, pool: int, **kwargs) -> CosineAttention:
-    """Make the attention of a block: with a window and pooled keys if `pool` is above 1, else over all tokens."""
+    """Make a block's attention: over a window and pooled keys if `pool` is above 1, else over all tokens."""
     if pool > 1:
         return AggregatedAttention(dim, budget, pool, **kwargs)
     return CosineAttention(dim, budget, **kwargs)
@@ -545,8 +550,8 @@ def layer_spec(spec: BudgetSpec | None, heads: Sequence[int], depths: Sequence[i
     """Return a head_budget as `resolve_budget` takes it.
 
     Args:
-        spec: what `resolve_budget` takes; or a list of one (shared, routed) pair per stage; None: all heads, shared,
-            whichever the router.
+        spec: what `resolve_budget` takes; or a list of one (shared, routed) pair per stage; None: with any router,
+            all heads run and count as shared.
         heads: number of heads of every stage.
         depths: number of layers of every stage.
     """
@@ -558,7 +563,7 @@ def layer_spec(spec: BudgetSpec | None, heads: Sequence[int], depths: Sequence[i
 
 
 def pretrained_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`checkpoint_filter_fn` for timm; the model takes the shared heads of the weights."""
+    """Translate weights that timm loads with `checkpoint_filter_fn`; the model takes their shared heads."""
     state_dict = checkpoint_filter_fn(state_dict, model)
     take_shared_heads(model, state_dict)
     return state_dict
@@ -603,7 +608,9 @@ VARIANTS = {
 
 
 def _published(name: str) -> dict:
-    if name.startswith("moh"):  # names from its instructions, not checked against the hub
+    """Return the timm configuration of a variant, with the file of its published weights."""
+    if name.startswith("moh"):
+        # Names from the published instructions, never checked against the hub.
         *_, size, share = name.split("_")
         repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"
         file = f"{name}.pth"
@@ -617,6 +624,8 @@ default_cfgs = generate_default_cfgs({f"{name}.in1k": _published(name) for name 
 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
+    """Build a variant; `args` are the variant's arguments, `kwargs` the caller's."""
+    # A router that runs all heads takes no head_budget.
     if default_budget(kwargs.get("router")) is None:
         args = {name: value for name, value in args.items() if name != "head_budget"}
     out_indices = kwargs.pop("out_indices", tuple(range(STAGES)))

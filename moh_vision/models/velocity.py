@@ -1,4 +1,4 @@
-"""What a network of flow matching predicts: a velocity, the image or the noise."""
+"""Turn what a flow-matching network predicts, a velocity, the image or the noise, into a velocity."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ LEAST = 0.05  # smallest divisor: JiT's t_eps
 def to_velocity(predict: str | None, output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:
     """Return the velocity eps - x_0 that an output [B, C, h, w] stands for (Li and He 2025, table 1, time reversed).
 
-    On x_t = (1 - t) x_0 + t eps with timestep 1000 t, [B] or one number, it is (x_t - x_0) / t of an image "x", and
-    (eps - x_t) / (1 - t) of "noise", with divisors of at least 0.05. Any other output is returned as it is.
+    x_t = (1 - t) x_0 + t eps [B, C, h, w], and timestep = 1000 t, [B] or a scalar. If the output predicts "x", the
+    image x_0, the velocity is (x_t - x_0) / t; if it predicts "noise", (eps - x_t) / (1 - t). Divisors are at least
+    0.05. Any other output is a velocity already, and returned unchanged.
     """
     if predict not in ("x", "noise"):
         return output

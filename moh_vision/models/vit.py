@@ -41,8 +41,8 @@ from moh_vision.models.head_budgets import (
 from moh_vision.models.registry import converter_for
 from moh_vision.models.timm_factory import image_cfg, register_variants
 
-# Arguments of timm's block that its attention takes too.
-OF_ATTENTION = (
+# Arguments of timm's block that are passed on to `HeadMixtureAttention`.
+ATTENTION_ARGUMENTS = (
     "qkv_bias",
     "qk_norm",
     "proj_bias",
@@ -59,13 +59,13 @@ class MoHBlock(Block):
 
     Args:
         dim: C, width of the tokens.
-        num_heads: as timm passes it; the layer has the heads of its budget.
+        num_heads: passed by timm; the attention takes its heads from the budget instead.
         budgets: the budget of every layer.
         attn_kwargs: arguments of `HeadMixtureAttention`.
-        depth: number of the layer.
+        depth: index of the layer.
         scale_attn_norm: refused.
         attn_layer: not used.
-        **kwargs: of timm's block.
+        **kwargs: other arguments of timm's block.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class MoHBlock(Block):
             raise ValueError(
                 "scale_attn_norm is not supported: a norm over all heads would mix the routed ones"
             )
-        # Identity: timm builds its own attention here, which the last statement replaces.
+        # timm's block builds an Identity as its attention, which is replaced below.
         super().__init__(dim, num_heads, attn_layer=nn.Identity, depth=depth, **kwargs)
-        passed = {name: kwargs[name] for name in OF_ATTENTION if name in kwargs}
+        passed = {name: kwargs[name] for name in ATTENTION_ARGUMENTS if name in kwargs}
         self.attn = HeadMixtureAttention(dim, budgets[depth], **attn_kwargs, **passed)
 
     def forward(
@@ -111,13 +111,13 @@ class RoutedViT:
     _model_args = RecordedArguments()
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """Load as torch does; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
+        """Load as torch does; if `strict`, add the routers that a plain ViT lacks (see `zero_missing_routers`)."""
         if strict:
             state_dict = zero_missing_routers(state_dict, self)
         return super().load_state_dict(state_dict, strict, assign)
 
     def run_blocks(self, x: Tensor, *block_args) -> tuple[Tensor, list[RoutingStats]]:
-        """Run the blocks and the head: tokens [B, N, C] -> logits [B, num_classes] and statistics of every layer.
+        """Run blocks and classifier: tokens [B, N, C] -> logits [B, num_classes] and statistics of every layer.
 
         block_args: further arguments of every block.
         """
@@ -134,18 +134,19 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
     """A ViT with a budget of attention heads per layer.
 
     Args:
-        head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75, or all heads with a router that
-            runs them all (`default_budget`).
-        head_budget_shape: "ramp" or "uniform": the shape of a plain share, which later shares keep; None: the shape that
-            head_budget names, a ramp for a plain share. It is saved beside the pairs, which do not say their shape.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75 if the router can leave heads out,
+            else all heads (`default_budget`).
+        head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
+            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
+            from which it cannot be told.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router, such as dict(gate_scale="paper").
         kv_heads: key-value heads, a divisor of num_heads; 1: one for all heads (Zhang 2022); None: one per head.
-        pos_embed_std: initial std of the position table. timm's 0.02 learns slowly from patches of a few pixels
-            (8 x 8 digits: 86 against 97 % after 400 steps).
-        **kwargs: of timm's VisionTransformer, except block_fn, attn_layer and scale_attn_norm.
+        pos_embed_std: initial std of the position table. With timm's 0.02 a model learns slowly from patches of a
+            few pixels (8 x 8 digits, 400 steps: 86 % accuracy instead of 97 %).
+        **kwargs: other arguments of timm's VisionTransformer, except block_fn, attn_layer and scale_attn_norm.
     """
 
     checkpoint_filter = staticmethod(timm_filter)  # used by `load_checkpoint`
@@ -207,7 +208,7 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         )
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """timm's initialisation, then `pos_embed_std`."""
+        """Initialise as timm does, then the routers, and the position table with `pos_embed_std`."""
         super().init_weights(mode, needs_reset)
         init_routers(self)
         if self.pos_embed is not None and self.pos_embed_std != 0.02:
@@ -230,14 +231,15 @@ def check_image_size(img_size, patch_size) -> None:
 
 
 def has_routers(state_dict: dict[str, Tensor]) -> bool:
-    """Return whether weights have routers, unlike those of a plain ViT."""
+    """Return whether a state dict has routers; a plain ViT's has none."""
     return any(".attn.router." in name for name in state_dict)
 
 
 def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add zeros for the MoH routers that a plain ViT lacks: plain attention while all heads run.
+    """Add the model's routers to a state dict that has none, MoH's as zeros.
 
-    Other routers keep their weights. A state dict with routers is returned unchanged.
+    With zeros in MoH's routers, attention is plain attention while all heads run. Other routers are added with
+    the model's present weights. A state dict with routers is returned unchanged.
     """
     if has_routers(state_dict):
         return state_dict
@@ -258,8 +260,8 @@ def checkpoint_filter_fn(
 ) -> dict[str, Tensor]:
     """Translate a published ViT's weights with timm's filter, then `zero_missing_routers`.
 
-    The model takes the shared heads of weights with routers. Dense weights were trained with all heads,
-    so all run, unless keep_budget.
+    From weights with routers the model takes the number of shared heads. Weights without routers were trained
+    with all heads: the model then runs all heads, unless keep_budget.
     """
     state_dict = model.checkpoint_filter(state_dict, model)
     take_shared_heads(model, state_dict)
@@ -268,7 +270,7 @@ def checkpoint_filter_fn(
     return zero_missing_routers(state_dict, model)
 
 
-# As timm's ViTs were trained, with timm's weights: the paper trained no plain ViTs.
+# Preprocessing and weights of timm's ViTs: the paper trained no plain ViTs.
 _cfg = partial(
     image_cfg,
     pool_size=None,
@@ -278,27 +280,27 @@ _cfg = partial(
     first_conv="patch_embed.proj",
 )
 RECIPES = dict(tiny="augreg", small="augreg", base="augreg2", large="augreg")
-THEIRS = [f"vit_{size}_patch16_224.{recipe}_in21k_ft_in1k" for size, recipe in RECIPES.items()]
+TIMM_NAMES = [f"vit_{size}_patch16_224.{recipe}_in21k_ft_in1k" for size, recipe in RECIPES.items()]
 default_cfgs = generate_default_cfgs(
-    # `moh_vision.convert` saves the ViTs it converts as "moh_vit".
+    # timm saves a ViT that `moh_vision.convert` has converted as "moh_vit".
     {
-        **{f"moh_{name}": _cfg(hf_hub_id=f"timm/{name}") for name in THEIRS},
+        **{f"moh_{name}": _cfg(hf_hub_id=f"timm/{name}") for name in TIMM_NAMES},
         "moh_vit.untrained": _cfg(),
     }
 )
 
 
 class MoHVisionTransformerDistilled(MoHVisionTransformer, VisionTransformerDistilled):
-    """timm's distilled DeiT, made by `moh_vision.convert`: a second token with its own head."""
+    """timm's distilled DeiT, made by `moh_vision.convert`: a second class token with its own classifier."""
 
 
 def convert_vit(model: nn.Module, *options) -> nn.Module:
-    """`moh_vision.convert` for timm's VisionTransformer and distilled DeiT, and our dense ViTs."""
-    ours = {
+    """Convert timm's VisionTransformer or distilled DeiT, or our dense ViT; see `moh_vision.convert`."""
+    model_classes = {
         VisionTransformer: MoHVisionTransformer,
         VisionTransformerDistilled: MoHVisionTransformerDistilled,
     }
-    model_class = ours.get(type(model))
+    model_class = model_classes.get(type(model))  # None: the class is ours already
     route_heads(model, *options)
     if model_class is not None:
         become(model, model_class, MoHBlock)
@@ -307,13 +309,16 @@ def convert_vit(model: nn.Module, *options) -> nn.Module:
 
 
 def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
-    """Give a converted timm model our classes, and timm's records the name "moh_vit" with `base`."""
+    """Make a converted timm model and its blocks objects of our classes, in place.
+
+    In what timm saves with the model, its name becomes "moh_vit", and its timm name the argument `base`.
+    """
     # Setting __class__ keeps the objects and their hooks.
     model.__class__ = model_class
     for block in model.blocks:
         block.__class__ = block_class
     cfg = getattr(model, "pretrained_cfg", None)
-    if cfg:  # the model is from timm's factory, which builds a saved model by name
+    if cfg:  # the model is from timm's factory, and can be built again by its saved name
         update_model_args(model, base=cfg["architecture"])
         model.pretrained_cfg = model.default_cfg = dict(cfg, architecture="moh_vit")
     return model
@@ -333,8 +338,8 @@ def _converted(
 
     Args:
         base: name in timm's registry.
-        head_budget, router, scope, executor, router_kwargs: see `convert`, but a head_budget of None is
-            `default_budget`.
+        head_budget, router, scope, executor, router_kwargs: see `convert`, but a head_budget of None stands
+            for `default_budget`.
         head_budget_shape: see `MoHVisionTransformer`.
         **kwargs: arguments of `base`.
     """
@@ -357,8 +362,8 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
 
     Args:
         pretrained: load the configuration's weights, or those of `base`.
-        base: a ViT in timm's registry, such as "vit_small_patch14_reg4_dinov2", whose settings the model takes:
-            patch size, width, registers, pooling, norms. `convert` records it.
+        base: name of a ViT in timm's registry, such as "vit_small_patch14_reg4_dinov2". The model takes the
+            settings of that ViT: patch size, width, registers, pooling, norms. `convert` records `base`.
     """
     model_cls = MoHVisionTransformer
     base = None
@@ -367,11 +372,12 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
     if base is not None:
         if not is_model(base):
             raise ValueError(f"base {base!r} is not a model in timm's registry")
-        theirs = dataclasses.replace(get_pretrained_cfg(base), architecture="moh_vit")
-        kwargs["pretrained_cfg"] = kwargs.get("pretrained_cfg") or theirs
+        base_cfg = dataclasses.replace(get_pretrained_cfg(base), architecture="moh_vit")
+        kwargs["pretrained_cfg"] = kwargs.get("pretrained_cfg") or base_cfg
         model_cls = partial(_converted, base.split(".")[0])
-    takes_budget = default_budget(kwargs.get("router")) is not None
-    keep_budget = kwargs.get("head_budget") is not None or not takes_budget
+    # Dense weights must not replace a budget that the caller gave, or that the router cannot change.
+    runs_all_heads = default_budget(kwargs.get("router")) is None
+    keep_budget = kwargs.get("head_budget") is not None or runs_all_heads
     return build_model_with_cfg(
         model_cls,
         variant,

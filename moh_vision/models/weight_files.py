@@ -18,20 +18,21 @@ from moh_vision.common.io import WRAPPED, TensorFiles, by_age, tensor_files
 EMA_KEYS = ("ema", "state_dict_ema", "model_ema")
 MODEL_KEYS = ("state_dict", "model")
 STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)
-# Parts of a router in the published MoH code, and ours.
+# A router's linear layers: names in the published MoH code -> ours.
 NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}
-# torch.save does not compress; compressed arrays of weights shrink by a tenth.
+# Largest accepted ratio of unpacked to packed bytes: compression shrinks weights by a tenth only.
 MAX_UNPACKED = 10
 
 
 def weights_file(path: str, weights: str | None = None) -> Path:
-    """Find the file of a `path`: itself, or in a run or checkpoint folder the EMA (if any) or the model.
+    """Return the weights file of a path: a file itself, or in a folder the EMA (if any) or the model.
 
-    timm's and diffusers' folders (of a model, or a pipeline with a transformer) hold one kind of weights.
+    The folders of timm and diffusers (of a model, or a pipeline with a transformer) hold one file of weights.
 
     Args:
-        weights: "ema", "model" or None: the weights that a run's results are of, see `scored_weights`; as "ema"
-            without results.
+        path: a file, or the folder of a run, checkpoint, timm model, diffusers model or pipeline.
+        weights: "ema", "model", or None: the weights that the run's results were computed with (see
+            `scored_weights`), or "ema" if the folder has no results.
     """
     file = Path(path)
     if not file.is_dir():
@@ -55,7 +56,7 @@ def weights_file(path: str, weights: str | None = None) -> Path:
         "pytorch_model.bin",
     )
     files = [file / name for name in (*names, *library_names) if (file / name).exists()]
-    # A sharded run has each of its files in parts.
+    # A sharded run has written each file in parts.
     files += [file / name for name in names if tensor_files(file / name)]
     if not files:
         raise FileNotFoundError(
@@ -65,14 +66,14 @@ def weights_file(path: str, weights: str | None = None) -> Path:
 
 
 def scored_weights(run: Path) -> Path | None:
-    """Return the weights that a run's results.json is of; None: there are none, or newer ones."""
+    """Return the weights file that a run's results.json was computed with; None: no results, or outdated ones."""
     try:
         results = json.loads((run / "results.json").read_text())
-        # Of a classifier "ema" or "model", of a language model the file.
+        # Classifiers write "ema" or "model", language models the path of the file.
         file = (run / Path(results["weights"]).name).with_suffix(".safetensors")
         step = results["step"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of others, or damaged
-        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # the file is missing, damaged, or not written by a run
     newest = next((number for number, _ in by_age(run / "checkpoints")), step)
     if not file.is_file() or newest != step:
         return None
@@ -80,7 +81,7 @@ def scored_weights(run: Path) -> Path | None:
 
 
 def said_of_first_weights(file: Path, metadata: dict) -> str:
-    """Say how much of an EMA, in a file with this metadata, is of the weights of step 1; "" for a trace."""
+    """Return a sentence on how much of an EMA is still the weights of step 1; "" for other files or a trace of it."""
     left = metadata.get("first_weights_left")
     if file.name != "ema.safetensors" or not isinstance(left, (int, float)):
         return ""
@@ -88,7 +89,7 @@ def said_of_first_weights(file: Path, metadata: dict) -> str:
 
 
 def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read the state dict in a .safetensors, .pt or .pth file; `weights`: see `read_pickled_tensors`."""
+    """Read the state dict of a .safetensors or pickled file; `weights`: see `read_pickled_tensors`."""
     if file.suffix == ".safetensors":
         state = read_safetensors(file)[0]
     elif file.is_file():
@@ -112,7 +113,7 @@ def read_safetensors(
     try:
         opened = TensorFiles(file)
         state = {name: opened.read(name) for name in opened.shapes if wanted(name)}
-    except Exception as error:  # damaged headers make many kinds
+    except Exception as error:  # a damaged header may raise any exception
         raise ValueError(
             f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
         ) from None
@@ -120,7 +121,7 @@ def read_safetensors(
 
 
 def weights_said(file: str | Path, weights: str = "ema") -> str:
-    """Name a weights file, and whether `read_tensors` takes the EMA or the model of a pickled file."""
+    """Return the name of a weights file, followed by the result of `kind_in` in brackets, if it has one."""
     held = kind_in(Path(file), weights)
     if held is None:
         return str(file)
@@ -128,7 +129,7 @@ def weights_said(file: str | Path, weights: str = "ema") -> str:
 
 
 def kind_in(file: Path, weights: str = "ema") -> str | None:
-    """Return which weights, "ema" or "model", `read_tensors` takes of a pickled file; None: not said."""
+    """Return which weights, "ema" or "model", `read_tensors` takes from a pickled file; None: the file does not say."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
     key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)
@@ -144,12 +145,12 @@ def _unpickled(file: Path, mmap: bool = False):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # damaged files make many kinds
+    except Exception as error:  # a damaged file may raise any exception
         raise ValueError(f"{file}: {unpickling_problem(error, file)}") from None
 
 
 def unpickling_problem(error: Exception, file: Path) -> str:
-    """Say why `torch.load` refused a file, and what helps, in place of its advice to programmers."""
+    """Return why `torch.load` refused a file and what a user can do; torch's own advice is for programmers."""
     text = message_of(error)
     blocked = re.search(r"unsupported GLOBAL (\S+) whose module \S+ is blocked", text)
     if blocked:
@@ -170,7 +171,7 @@ def unpickling_problem(error: Exception, file: Path) -> str:
 
 
 def _state_key(content: object, weights: str) -> str | None:
-    """Find the key of a state dict in a pickled file; None: the content is the state dict."""
+    """Return the key of a state dict in a pickled file's content; None: the content itself is one, or has none."""
     if not isinstance(content, dict):
         return None
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
@@ -178,7 +179,7 @@ def _state_key(content: object, weights: str) -> str | None:
 
 
 def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read a state dict of a .pt or .pth file: "ema" (if it has one) or "model"."""
+    """Read a state dict from a pickled file (.pt, .pth, .bin): "ema" (if the file has one) or "model"."""
     content = _unpickled(file)
     key = _state_key(content, weights)
     if weights == "model" and key is None:
@@ -195,7 +196,7 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     size = file.stat().st_size
     for name, tensor in content.items():
         is_plain = tensor.layout == torch.strided and not tensor.is_meta
-        # With stride 0 one number makes a tensor of any size, whose copy would fill the memory.
+        # With stride 0 one element can be expanded to any size; a copy of such a tensor would fill the memory.
         if not is_plain or math.prod(tensor.shape) * tensor.itemsize > size:
             described = f"{name[:100]} {list(tensor.shape)}"
             raise ValueError(f"{file}: {described} is not a plain tensor of a file of {size} bytes")
@@ -216,7 +217,7 @@ def refuse_unpacking(file: Path) -> None:
             return
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
-    except Exception as error:  # damaged directories make many kinds
+    except Exception as error:  # a damaged archive may raise any exception
         raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
     size = file.stat().st_size
     if unpacked > MAX_UNPACKED * size + 2**20:

@@ -1,4 +1,4 @@
-"""Models from runs, and weights for new runs."""
+"""Open the models of runs, and load weights into the models of new runs."""
 
 import contextlib
 import logging
@@ -37,10 +37,11 @@ FETCHING = (
     "checkpoint_path",
     "cache_dir",
 )
+# Prefixes of tensors with one row per class.
 OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
-# Tensors shaped by class count, image size or objective; made anew where the shape differs.
+# Prefixes of tensors shaped by class count, image size or objective; these start fresh if the shape differs.
 REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
-# The modules of each wing's models, by which timm groups names.
+# Wing -> modules that register its models; `timm.list_models` filters names by module.
 FAMILIES = dict(classification=("vit", "transnext"), diffusion=("dit",))
 
 
@@ -84,11 +85,15 @@ def create(name: str, wing: str | None, **arguments: Any) -> nn.Module:
 
 
 def check_side(model: nn.Module, side: int | None) -> None:
-    """Refuse an image side (data.img_size; None: the classifier's own) not a multiple of the patch."""
+    """Refuse an image side that is not a multiple of the model's patch side.
+
+    side: data.img_size; None: the classifier's own, which needs no check.
+    """
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
     if not side or side % patch == 0 or embed.dynamic_img_pad:
         return
+    # The side that the model was made for is accepted, too.
     if side != model.pretrained_cfg["input_size"][-1]:
         raise ValueError(
             f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model"
@@ -96,14 +101,19 @@ def check_side(model: nn.Module, side: int | None) -> None:
 
 
 def check_name(name: str, wing: str | None, key: str = "model.name") -> None:
-    """Refuse an unknown name, given as `key`, a model without head routing, or one of another wing (None: any)."""
+    """Refuse the name of an unknown model, of one without head routing, or of one of another wing.
+
+    Args:
+        wing: "classification", "diffusion", or None: either.
+        key: key or option that gave the name, for the message.
+    """
     problem = name_problem(name, wing)
     if problem:
         raise ValueError(f"{key} '{name}' {problem}")
 
 
 def name_problem(name: str, wing: str | None) -> str:
-    """Return why a name is refused and what is near it, to stand behind the name; empty if it is not refused."""
+    """Return why a model's name is refused, and similar names, as the end of a sentence; "" if it is accepted."""
     wings = image_models()
     fitting = [known for known in wings if wing in (None, wings[known])]
     base = name.split(".")[0]
@@ -137,7 +147,7 @@ def image_models() -> dict[str, str]:
 
 
 def from_run(path: str, wing: str | None, weights: str | None = None) -> tuple[nn.Module, dict]:
-    """Open a run's model in eval mode (wing None: any); also return its metadata and file."""
+    """Return a run's model in eval mode, and its metadata, with the weights file under "weights"; wing None: any."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, wing)
     if "architecture" not in metadata:
@@ -150,13 +160,13 @@ def from_run(path: str, wing: str | None, weights: str | None = None) -> tuple[n
 
 
 def _warn_of_first_weights(file: Path, metadata: dict) -> None:
-    said = said_of_first_weights(file, metadata)
-    if said:
-        logging.getLogger(__name__).warning(said)
+    warning = said_of_first_weights(file, metadata)
+    if warning:
+        logging.getLogger(__name__).warning(warning)
 
 
 def described_by(path: str, wing: str | None) -> dict:
-    """Read the metadata of a run's file or folder; empty for files without metadata."""
+    """Return the metadata of a run's file or folder; {} for files without metadata."""
     file = weights_file(path)
     if file.suffix != ".safetensors" or not tensor_files(file):
         return {}
@@ -165,7 +175,7 @@ def described_by(path: str, wing: str | None) -> dict:
 
 
 def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dict]:
-    """Read tensors and metadata of a .safetensors file; check that they fit its `architecture`."""
+    """Read tensors and metadata of a .safetensors file; check that both fit the `architecture` in the metadata."""
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         return state, metadata
@@ -201,7 +211,7 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
         raise ValueError(f"{file}: {reason}") from None
     try:
         refuse_other_shapes(file, state, outline)
-    except OtherModel as error:  # the file names its model: no other name would fit better
+    except OtherModel as error:  # a plain ValueError, to which `taken_for` adds no advice
         raise ValueError(str(error)) from None
     return state, metadata
 
@@ -214,15 +224,16 @@ def refuse_fetch(arguments: dict, where: str) -> None:
 
 
 def _refuse_sizes(file: Path, state: dict[str, Tensor], arguments: dict) -> None:
-    """Refuse numbers in the arguments of a file that its tensors are too few or too small for.
+    """Refuse numbers in a file's arguments that are too large for the file's tensors.
 
-    Anyone can write metadata: it must not decide how much memory is taken.
+    Anyone can write metadata, so metadata alone must not decide how much memory is allocated.
     """
-    most = max((tensor.numel() for tensor in state.values()), default=0)
-    limits = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}
+    largest = max((tensor.numel() for tensor in state.values()), default=0)
+    # Every layer has a tensor of its own; the position table bounds the patches of a side, here of up to 64 pixels.
+    limits = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(largest)}
     for key, number in _numbers(arguments):
-        if not abs(number) <= limits.get(key, most):  # NaN is refused too
-            size = f"the largest of its {len(state)} tensors has {most} numbers"
+        if not abs(number) <= limits.get(key, largest):  # also true for NaN
+            size = f"the largest of its {len(state)} tensors has {largest} numbers"
             raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
 
 
@@ -244,7 +255,12 @@ def refuse_other_shapes(
     model: nn.Module,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Raise `OtherModel` unless names (`may_lack`: optional ones), shapes and float types match."""
+    """Raise `OtherModel` unless a state dict has the model's names, shapes and types (any floats for floats).
+
+    Args:
+        file: where the state dict is from, for the message.
+        may_lack: says of a tensor's name whether the state dict may lack it.
+    """
     parameters = model.state_dict()
     for name in [name for name in state if name in parameters]:
         tensor = state[name]
@@ -253,7 +269,7 @@ def refuse_other_shapes(
             raise OtherModel(
                 f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(needed.shape)}"
             )
-        # Integers would load as if they were weights, and complex numbers lose a half.
+        # `load_state_dict` would cast integers to floats, and drop the imaginary part of complex numbers.
         if tensor.is_floating_point() != needed.is_floating_point() or tensor.is_complex():
             raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {needed.dtype}")
     missing = [name for name in parameters if name not in state and not may_lack(name)]
@@ -273,10 +289,16 @@ def refuse_other_shapes(
 def to_validate(
     path: str, name: str, arguments: dict, img_size: int | None = None
 ) -> tuple[nn.Module, dict]:
-    """Open a run's classifier, or model `name` with weights from a `path` that `init_from` takes.
+    """Open a classifier to validate it.
 
-    Another img_size resizes positions. The metadata has architecture, arguments, classes or None,
-    weights (see `weights_said`) and of_run: whether the path names its model.
+    Args:
+        path: a run, or weights that `init_from` takes.
+        name, arguments: for `create`; not used if the path is a run, which has recorded its own.
+        img_size: another image side, to which position tables are resized; None: the model's own.
+
+    Returns:
+        The model in eval mode, and metadata with architecture, arguments, classes (or None), weights (see
+        `weights_said`) and of_run: whether the path is a run.
     """
     if Path(path).exists():
         path = str(weights_file(path))
@@ -312,10 +334,11 @@ def to_validate(
 def _fit_classes(
     state: dict[str, Tensor], classes: Sequence[str], theirs: Sequence[str] | None, source: str
 ) -> tuple[dict[str, Tensor], str]:
-    """Give the head and label table in `state` the order of `classes`, or leave them out; also say which.
+    """Reorder the classifier or label table in `state` by `classes`, or leave it out; also return a line on it.
 
     Args:
-        theirs: class names of the source, in its order; None: it names none.
+        classes: class names of the data, in order.
+        theirs: class names of the source, in order; None: the source does not name its classes.
     """
     of_classes = [name for name in state if name.startswith(OF_CLASSES)]
     is_table = of_classes[0].startswith("y_embedder.")
@@ -354,7 +377,7 @@ def init_from(
     """Load weights into a new model as `take_weights` does; return whether they are dense.
 
     Args:
-        say: takes a line for every tensor that is not the source's as it stands.
+        say: called with a line for every tensor that differs from the source's.
         source, key, classes: see `take_weights`.
     """
     taken = take_weights(model, source, key, classes)
@@ -364,12 +387,12 @@ def init_from(
 
 
 class TakenWeights(NamedTuple):
-    """What a model took of a source.
+    """What `take_weights` loaded.
 
     Attributes:
         dense: whether the source has no routers.
-        resized: a text for each tensor whose numbers were fitted to another size.
-        changed: texts of tensors that start fresh, or are in another order.
+        resized: a line for each tensor of the source that was resized.
+        changed: lines on tensors that start fresh or were reordered.
     """
 
     dense: bool
@@ -382,14 +405,15 @@ def take_weights(
 ) -> TakenWeights:
     """Load weights into a new model.
 
-    What may change: the order of a head or label table, or a new one for other classes; the size of position tables and
-    patch kernels; a DiT's last layer if learn_sigma differs; routers, which start fresh if the source has none. The
-    model takes the source's shared heads but keeps its number of active heads.
+    Some tensors may differ from the source's. A classifier or label table is reordered if the source has the same
+    classes in another order, and starts fresh if it has other classes. Position tables and patch kernels are resized.
+    A DiT's last layer starts fresh if learn_sigma differs, routers if the source has none. The model takes the
+    source's shared heads but keeps its number of active heads.
 
     Args:
         source: a run, a file that `load_checkpoint` reads, or the name of a pretrained timm model.
         key: configuration key, for messages.
-        classes: class names of the model; None: assumed to be the source's if it has as many.
+        classes: class names of the model; None: if the source has as many classes, they are assumed to be the same.
     """
     state, theirs = _read_source(source, key, with_classes=bool(classes))
     needed = model.state_dict()
@@ -425,9 +449,11 @@ def take_weights(
 def _read_source(
     source: str, key: str, with_classes: bool
 ) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Read the state dict of a source of weights, and its class names if wanted; None: it names none.
+    """Read the state dict and the class names of a source of weights; the names are None if it has none.
 
-    source, key: see `take_weights`.
+    Args:
+        source, key: see `take_weights`.
+        with_classes: whether to look for class names beside a file.
     """
     local = source.removeprefix("local-dir:")
     if tensor_files(Path(local)):
@@ -442,7 +468,7 @@ def _read_source(
             names = listed(network.pretrained_cfg.get("label_names"), "label_names")
             return network.state_dict(), names
         except (RuntimeError, OSError) as error:
-            # No weights are named for it, or they cannot be fetched.
+            # The model has no pretrained weights, or they cannot be downloaded.
             raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
     refuse_missing_source(key, source)
     nothing = "neither a run, a file of weights, nor a registered model name"
@@ -450,7 +476,7 @@ def _read_source(
 
 
 def _fit_colours(state: dict[str, Tensor], model: nn.Module) -> None:
-    """Sum or repeat the colours of the first kernel in `state`, if the model takes another number of channels."""
+    """Sum or repeat the colours of the first kernel in `state`, if the model takes images without three channels."""
     name = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
     needed = model.state_dict().get(name)
     if needed is None or name not in state:
@@ -461,8 +487,8 @@ def _fit_colours(state: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def near_model(source: str) -> str:
-    """Suggest a similar folder, or model name of timm's or ours, for a message; empty without one."""
-    if {":", "/"} & {*source} or Path(source).exists():
+    """Return the end of a message that suggests a similar folder or model name; "" if there is none."""
+    if ":" in source or "/" in source or Path(source).exists():
         return ""
     near = near_folder(source)
     if near is None:
@@ -474,19 +500,19 @@ def near_model(source: str) -> str:
 
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
-    """Give a resumed run's model the shared heads that it took from `init_from`."""
+    """Give the model of a resumed run the shared heads of its checkpoint, which may be from `init_from`."""
     file = checkpoint / "model.safetensors"
     take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
 def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") -> nn.Module:
-    """Load published or own weights of any known layout into a model; return the model.
+    """Load weights of any known layout, published or ours, into a model; return the model.
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (no pickled objects but tensors and argparse.Namespace),
     the original ViTs' .npz, and folders of a run, diffusers model or pipeline. Layouts: ours, timm's ViTs,
-    official TransNeXt, MoH-ViT, DiT and MoH-DiT, and diffusers' DiT (with compat="diffusers" for the same
-    outputs). Dense weights leave MoH's routers at zero; from others the model takes the shared heads, but
-    keeps its number of active heads.
+    official TransNeXt, MoH-ViT, DiT and MoH-DiT, and diffusers' DiT (whose outputs are the same in a model
+    with compat="diffusers"). Dense weights leave MoH's routers at zero. From weights with routers the model
+    takes the shared heads, but keeps its number of active heads.
 
     Args:
         path: a file or folder as above.
@@ -508,11 +534,11 @@ def load_tensors(model: nn.Module, state: dict[str, Tensor], file: Path) -> nn.M
 
 
 def _translated(file: str, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Bring weights of another layout into the model's."""
+    """Translate weights of another layout to the model's names and shapes; the model takes their shared heads."""
     try:
         state = model.checkpoint_filter(state, model)
         take_shared_heads(model, state)
-    except Exception as error:  # filters look at shapes that nobody has checked
+    except Exception as error:  # filters use shapes that are not checked yet
         raise OtherModel(f"{file}: {reason_of(error)}") from None
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if odd:
@@ -521,11 +547,12 @@ def _translated(file: str, state: dict[str, Tensor], model: nn.Module) -> dict[s
 
 
 def _load_npz(model: MoHVisionTransformer, file: Path) -> nn.Module:
+    """Load the file of an original ViT with timm's loader; if that fails, the model is left as it was."""
     refuse_unpacking(file)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         model.load_pretrained(str(file))
-    except Exception as error:  # it is not looked at before it is loaded
+    except Exception as error:  # timm copies tensor by tensor, without checking the file first
         model.load_state_dict(before)
         raise ValueError(f"{file}: not the weights of such a ViT ({reason_of(error)})") from None
     return model

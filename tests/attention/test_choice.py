@@ -268,8 +268,9 @@ def test_16_bits_are_the_operators_where_the_processor_has_products(path, availa
     for budget in ((4, 5), (4, 7)):  # 11 of 12 heads too
         found = choice(budget, tokens=64, dtype=torch.bfloat16)
         assert found == ("InPlace" if available else "Masked")
-    per_sample = choice((4, 5), tokens=64, dtype=torch.bfloat16, scope="sample")
-    assert per_sample == ("Sequences" if available else "Masked")
+    for budget, tokens, pays in (((4, 5), 64, True), ((4, 6), 64, False), ((4, 6), 197, True)):
+        found = choice(budget, tokens=tokens, dtype=torch.bfloat16, scope="sample")
+        assert found == ("Sequences" if available and pays else "Masked")
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)

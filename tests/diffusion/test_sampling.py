@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moh_vision.diffusion import SAMPLERS, Guidance, make_scheduler, sample_images
-from moh_vision.diffusion.sampling import fit_scheduler, set_steps, to_uint8
+from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.diffusion.schedulers import fit_scheduler, set_steps
 from tests.support.refusals import one_line, refuse
 
 ALPHA_BAR = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)

@@ -19,7 +19,7 @@ from moh_vision import __version__
 from moh_vision.classification.train import main
 from moh_vision.common.progress import Progress
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.sampling import SAMPLERS
+from moh_vision.diffusion.schedulers import SAMPLERS
 from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import (

@@ -249,6 +249,16 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
     refuse(words, share_strongest_heads, timm.create_model("transnext_micro", device="meta"), [x])
 
 
+@torch.no_grad()
+def test_mae_without_a_gate_starts_as_plain_attention():
+    """With mode "uniform" the router has no layers that could be set to zero."""
+    model = moh_vit(router="dense")
+    x = images()
+    want = model(x)
+    model = moh_vision.convert(model, router="mae", router_kwargs=dict(mode="uniform"))
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
 @torch.no_grad()
 def test_our_own_dense_models_with_shared_keys(router, tmp_path):

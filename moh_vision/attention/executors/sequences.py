@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from moh_vision.attention import kernels
-from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.known import share_of_gathered
 from moh_vision.attention.executors.masked import attend
 from moh_vision.attention.executors.products import (
     GatheredProducts,
@@ -53,7 +53,9 @@ class Sequences(Executor):
 
     @staticmethod
     def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
-        return known.MOST if path_of(layer, call) == "cpp" and not compiling else 0.0
+        if compiling or path_of(layer, call) != "cpp":
+            return 0.0
+        return share_of_gathered(call.x.shape[1])
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, K, N, D], k and v [B, K, M, D]."""

@@ -1,1 +1,1 @@
-"""Latents of images: the VAE (vae.py), what is stored (stored.py), and the command that stores it (write_latents.py)."""
+"""Latents of images: VAEs (vae.py), latents on disk (stored.py), and the command that writes them (write_latents.py)."""

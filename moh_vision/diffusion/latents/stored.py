@@ -1,4 +1,4 @@
-"""Latents on disk: an array a shard, the labels, and a record that says which VAE made them."""
+"""Latents on disk: one array for each shard, the labels, and a record that says which VAE made the latents."""
 
 import json
 import math
@@ -19,18 +19,21 @@ from moh_vision.data.sources import ImageSource, Sample
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
 
-# How latents are stored; numpy has no bfloat16, so that its bits are stored.
+# The numpy type for each --dtype. numpy has no bfloat16: its bits are stored as unsigned integers.
 DTYPES = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4")}
 MAX_OPEN_SHARDS = 16
 
 
 def labels_path(folder: Path, split: str) -> Path:
-    """Return the file with the class number of each latent, int64 [N]."""
+    """Return the path of the file with the class number of each latent, int64 [N]."""
     return folder / f"{split}.labels.npy"
 
 
 def stored_shape(space: LatentSpace, size: int) -> tuple[int, int, int, int]:
-    """Return the shape of an image's moments: of the image and its mirror image, [2, 2C or C, h, w]."""
+    """Return the stored shape for one image, [2, 2C or C, h, w]: moments of the image and of its mirror image.
+
+    `size` is the side of the image in pixels.
+    """
     side = space.side(size)
     return (2, space.moment_channels, side, side)
 
@@ -38,7 +41,15 @@ def stored_shape(space: LatentSpace, size: int) -> tuple[int, int, int, int]:
 class LatentCache(ImageSource):
     """Posterior moments of images and of their mirror images, written by `python -m moh_vision latents`.
 
-    `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are the latents'.
+    Args:
+        root: the folder.
+        split: "train" or "val".
+
+    Attributes:
+        space: the `LatentSpace` of the VAE that made the latents.
+        size: side of the images in pixels.
+        img_size: side of the latents.
+        channels: channels of the latents.
     """
 
     def __init__(self, root: str, split: str):
@@ -58,7 +69,7 @@ class LatentCache(ImageSource):
             _refuse_other_types(record, self.shape)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-        except Exception as error:  # what is missing or of another type fails anywhere
+        except Exception as error:  # a missing or wrongly typed entry may raise any error
             raise ValueError(
                 f"{file}: not a record of latents ({type(error).__name__}: {error})"
             ) from None
@@ -75,7 +86,7 @@ class LatentCache(ImageSource):
         self.labels = _read_labels(labels_path(folder, split), len(self), len(self.classes))
 
     def check_sums(self) -> None:
-        """Raise ValueError for a shard with another SHA-256 than its record; see `moh_vision.data.records.check_sums`."""
+        """Raise ValueError if a shard does not have its recorded SHA-256; see `moh_vision.data.records.check_sums`."""
         shards = self.record["shards"]
         sums = {path.name: ([path], shards[path.name]["sha256"]) for path in self.paths}
         check_sums(self.file, sums)
@@ -84,17 +95,17 @@ class LatentCache(ImageSource):
         return int(self._ends[-1])
 
     def where(self, index: int) -> str:
-        """Name a sample in errors."""
+        """Return where a sample is stored, for error messages."""
         shard, row = self._shard_and_row(index)
         return f"{self.paths[shard]}, latents {row}"
 
     def _shard_and_row(self, index: int) -> tuple[int, int]:
-        """Return the number of a sample's shard, and its row there."""
+        """Return the index of a sample's shard, and the sample's row in that shard."""
         shard = int(np.searchsorted(self._ends, index, "right"))
         return shard, index - int(self._ends[shard]) + self.shard_sizes[shard]
 
     def decode(self, sample: Sample) -> Tensor:
-        """Return the content of a sample as it is."""
+        """Return the moments, which `read` has already decoded."""
         return sample.content
 
     def read(self, index: int) -> Tensor:
@@ -106,11 +117,11 @@ class LatentCache(ImageSource):
         shape = (self.shard_sizes[shard], *self.shape)
         try:
             file, start = _opened(path, self._stats[shard], shape, dtype)
-            # Not by a map of the file: one that is cut off, or a bad disk, would kill the process.
+            # Read, do not map, the file: on a truncated file or a bad disk a mapping would kill the process.
             data = os.pread(file.fileno(), size, start + row * size)
             if len(data) != size:
                 raise ValueError(f"latents {row}: {len(data)} bytes of {size} are there")
-        except Exception as error:  # damaged headers make many kinds
+        except Exception as error:  # a damaged header may raise any error
             raise UnreadableImage(f"{path}: {reason_of(error)}") from None
         moments = torch.from_numpy(np.frombuffer(data, dtype).reshape(self.shape).copy())
         if self.dtype == "bfloat16":
@@ -118,7 +129,7 @@ class LatentCache(ImageSource):
         return moments.float()
 
     def listing(self) -> Iterator[bytes]:
-        """Yield what tells these latents from others: the shards with their SHA-256."""
+        """Yield bytes that identify these latents: the records of all shards, with their SHA-256."""
         yield json.dumps(list(self.record["shards"].values())).encode()
 
 
@@ -126,7 +137,11 @@ class LatentCache(ImageSource):
 def _opened(
     path: Path, status: os.stat_result, shape: tuple, dtype: np.dtype
 ) -> tuple[FileIO, int]:
-    """Open a shard; return file and start of its array. Raise ValueError if it has changed, or is another array."""
+    """Open a shard; return the file and the offset of its data.
+
+    Raises:
+        ValueError: if the file has changed since `status`, or its array has another shape or type.
+    """
     file = open(path, "rb", buffering=0)
     now = os.fstat(file.fileno())
     if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
@@ -142,16 +157,17 @@ def _opened(
 
 
 def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
+    """Return the labels, int64 [samples], of `classes` classes; ValueError for others."""
     try:
         with open(path, "rb") as file:
             labels = np.lib.format.read_array(file, allow_pickle=False)
-    except Exception as error:  # damaged headers make many kinds
+    except Exception as error:  # a damaged header may raise any error
         raise ValueError(f"{path}: labels that cannot be read ({reason_of(error)})") from None
     if labels.dtype != np.int64 or labels.shape != (samples,):
         raise ValueError(
             f"{path}: {labels.dtype} of shape {labels.shape}, expected int64 of {(samples,)}"
         )
-    most = max(classes - 1, 0)  # without classes all are 0
+    most = max(classes - 1, 0)  # without classes, all labels are 0
     if labels.min() < 0 or labels.max() > most:
         worst = labels.argmax() if labels.max() > most else labels.argmin()
         raise ValueError(
@@ -161,7 +177,7 @@ def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
 
 
 def _refuse_other_types(record: dict, shape: tuple) -> None:
-    """Raise ValueError unless the values of a record are of their types and fit each other."""
+    """Raise ValueError if values of a record have the wrong type or do not fit each other."""
     vae = record["vae"]
     classes = record["classes"]
     if record["dtype"] not in DTYPES or record["shape"] != list(shape):

@@ -1,4 +1,4 @@
-"""VAEs of latent diffusion: image autoencoders of diffusers, loaded and used."""
+"""Load and use VAEs of latent diffusion, which are image autoencoders of diffusers."""
 
 import inspect
 import json
@@ -15,9 +15,9 @@ from moh_vision.common.errors import reason_of
 from moh_vision.models.frozen import digest_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-# Classes of diffusers.
+# Classes of diffusers that can be loaded.
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "AutoencoderRAE")
-# Entries of a configuration that change nothing of what is computed here.
+# Entries of a VAE's configuration that do not change what it computes here.
 IGNORED = {"sample_size", "force_upcast"}
 STATISTICS = ("latents_mean", "latents_std")
 
@@ -26,10 +26,19 @@ STATISTICS = ("latents_mean", "latents_std")
 class LatentSpace:
     """Identifies the latents of a VAE, and scales them for a diffusion model.
 
-    The scaling is (draw - shift_factor) * scaling_factor, or with C statistics each, as in diffusers' pipelines,
-    (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels per side of a latent; a
-    `deterministic` VAE has no posterior, and encodes an image to one latent. `img_size`: the only side of images that
-    the VAE takes; None: any. An AutoencoderRAE scales by itself, so that its factor is 1 here.
+    As in diffusers' pipelines, a draw from the posterior is scaled to (draw - shift_factor) * scaling_factor or, if
+    the VAE has statistics, to (draw - latents_mean) * scaling_factor / latents_std.
+
+    Attributes:
+        name: name or folder of the VAE.
+        sha256: see `vae_fingerprint`.
+        scaling_factor: 1 for an AutoencoderRAE, which scales its latents itself.
+        shift_factor: None or 0 if there are statistics.
+        downsampling: pixels per side of a latent.
+        latent_channels: C.
+        latents_mean, latents_std: statistics, C numbers each.
+        deterministic: the VAE has no posterior, and encodes an image to one latent.
+        img_size: the only side of images that the VAE takes; None: any.
     """
 
     name: str
@@ -64,7 +73,7 @@ class LatentSpace:
 
     @classmethod
     def of(cls, vae, name: str | None = None) -> Self:
-        """Return the space of a diffusers VAE. `sha256` reads all weights, and is left out without `name`."""
+        """Return the latent space of a diffusers VAE; without `name`, name and sha256 are "" and no weights are read."""
         config = vae.config
         known = dict(name="", sha256="")
         if name is not None:
@@ -81,7 +90,7 @@ class LatentSpace:
             )
         patch = _patch(vae)
         widths = config.get("block_out_channels") or config.encoder_block_out_channels
-        if hasattr(vae, "bn"):  # FLUX.2 keeps its statistics in a batch norm
+        if hasattr(vae, "bn"):  # the VAE of FLUX.2 keeps its statistics in a batch norm
             mean = vae.bn.running_mean.tolist()
             std = torch.sqrt(vae.bn.running_var.double() + config.batch_norm_eps).tolist()
         else:
@@ -102,25 +111,27 @@ class LatentSpace:
 
     @property
     def moment_channels(self) -> int:
-        """Channels of `encode_moments`: C of the mean and, unless deterministic, C of the log variance."""
+        """Channels of what `encode_moments` returns: C for the mean and, unless deterministic, C for the log variance."""
         if self.deterministic:
             return self.latent_channels
         return 2 * self.latent_channels
 
     def difference(self, other: Self) -> str:
-        """Return the first difference in making or scaling latents as words; "" if there is none."""
+        """Return in words the first difference in how latents are made or scaled; "" if there is none."""
         for key in ("downsampling", "scaling_factor", "shift_factor", *STATISTICS):
-            here, there = (getattr(space, key) or None for space in (self, other))
+            # 0 and None are the same shift.
+            here = getattr(self, key) or None
+            there = getattr(other, key) or None
             if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-                for channel, (one, another) in enumerate(zip(here, there)):
-                    if one != another:
-                        return f"{key} of channel {channel} is {one} here, {another} there"
+                for channel, (number, other_number) in enumerate(zip(here, there)):
+                    if number != other_number:
+                        return f"{key} of channel {channel} is {number} here, {other_number} there"
             elif here != there:
                 return f"{key} is {_counted(here)} here, {_counted(there)} there"
         return ""
 
     def side(self, img_size: int, key: str = "size") -> int:
-        """Return the side of the latents of square images; `key` is for messages."""
+        """Return the side of the latents of square images; ValueError, which names `key`, for images that do not fit."""
         if self.img_size and img_size != self.img_size:
             raise ValueError(
                 f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels"
@@ -132,16 +143,17 @@ class LatentSpace:
         return img_size // self.downsampling
 
     def scale(self, draw: Tensor) -> Tensor:
-        """Latents [..., C, h, w] of the VAE -> the input of a diffusion model."""
+        """Scale latents [..., C, h, w] of the VAE for a diffusion model."""
         shift, factor = self._terms(draw)
         return (draw - shift) * factor
 
     def unscale(self, latents: Tensor) -> Tensor:
-        """Undo `scale`."""
+        """Scale latents [..., C, h, w] of a diffusion model back for the VAE: the inverse of `scale`."""
         shift, factor = self._terms(latents)
         return latents / factor + shift
 
     def _terms(self, like: Tensor):
+        """Return the shift and the factor of the scaling, as numbers or as tensors [C, 1, 1] with the type of `like`."""
         if self.latents_mean is None:
             return self.shift_factor or 0.0, self.scaling_factor
         mean, std = (
@@ -152,20 +164,21 @@ class LatentSpace:
 
 
 def _as_list(numbers):
-    """Return statistics as JSON has them: a tuple as a list."""
+    """Return statistics as a list if they are a tuple, so that they are equal after a round trip through JSON."""
     if isinstance(numbers, tuple):
         return list(numbers)
     return numbers
 
 
 def _counted(value) -> str:
-    """Return a value as text, of a list only its length."""
+    """Return a value as text; of a list, only the length."""
     if isinstance(value, list):
         return f"{len(value)} numbers"
     return str(value)
 
 
 def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
+    """Raise ValueError unless `number` is a finite number and, with `above_zero`, positive."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not math.isfinite(number):
         raise ValueError(f"{key} {number!r}: expected a finite number")
@@ -174,7 +187,7 @@ def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
 
 
 def _patch(vae) -> int:
-    """Return the side of the patches that become channels: 2 for FLUX.2, else 1."""
+    """Return the side of the patches of latents that are folded into channels: 2 for FLUX.2, else 1."""
     if type(vae).__name__ == "AutoencoderKLFlux2":
         return vae.config.patch_size[0]
     return 1
@@ -185,26 +198,30 @@ def _is_rae(vae) -> bool:
 
 
 def image_channels(vae) -> int:
-    """Return the channels of the images that a VAE encodes."""
-    return vae.config.get("in_channels", 3)  # an AutoencoderRAE's encoder is of RGB
+    """Return the channels of the images that a VAE encodes, or that a model of pixels works on."""
+    return vae.config.get("in_channels", 3)  # an AutoencoderRAE has no such entry, and encodes RGB
 
 
 class NotAtHand(ValueError):
-    """A VAE is neither a folder nor in the local cache of the hub."""
+    """Raised for a VAE that is neither a folder nor in the local cache of the hub."""
 
 
 def load_vae(name: str, fetch: bool = True, decodes: bool = True):
-    """Load a VAE of diffusers, of one of the classes `VAES`, from safetensors: float32, eval mode, frozen.
+    """Load a VAE of diffusers from safetensors, in float32 and eval mode, with frozen weights.
 
-    `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise NotAtHand
-    where the hub would be asked. Without `decodes`, an AutoencoderRAE comes, and may be stored, without its decoder.
+    Args:
+        name: name on the Hugging Face hub, or the folder of a VAE or of a pipeline with a subfolder `vae`.
+        fetch: ask the hub for a VAE that is not on this machine; False: raise NotAtHand instead.
+        decodes: whether the VAE is to decode. If not, an AutoencoderRAE is returned without its decoder, whose
+            weights the file may lack.
     """
+    # Look on this machine before asking the hub.
     try:
-        return _load(name, True, decodes)
+        return _load(name, local=True, decodes=decodes)
     except NotAtHand:
         if not fetch:
             raise
-    return _load(name, False, decodes)
+    return _load(name, local=False, decodes=decodes)
 
 
 def _load(name: str, local: bool, decodes: bool):
@@ -219,7 +236,8 @@ def _load(name: str, local: bool, decodes: bool):
             f"vae {name}: holds a {class_name}, needed is an {', '.join(known[:-1])} or {known[-1]}"
         )
     shown = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # missing weights are reported below
+    # Silence diffusers' warning about missing weights: they raise an error below.
+    logging.set_verbosity(logging.CRITICAL)
     try:
         vae, loading = getattr(diffusers, class_name).from_pretrained(
             name,
@@ -229,9 +247,10 @@ def _load(name: str, local: bool, decodes: bool):
             output_loading_info=True,
             local_files_only=local,
         )
-    except Exception as error:  # a damaged configuration or file fails anywhere
+    except Exception as error:  # a damaged configuration or file may raise any error
         problem = f"vae {name}: {reason_of(error)}"
-        if local and not Path(name).is_dir():  # the hub may have what the cache lacks
+        # Files may be missing from the cache that the hub has.
+        if local and not Path(name).is_dir():
             raise NotAtHand(problem) from None
         raise ValueError(problem) from None
     finally:
@@ -255,7 +274,11 @@ def _load(name: str, local: bool, decodes: bool):
 
 
 def fit_vae(vae, name: str, space: LatentSpace):
-    """Set the scaling factor that a diffusion model was trained with, and return the VAE."""
+    """Return the VAE with the scaling factor of `space`, which a diffusion model was trained with.
+
+    Raises:
+        ValueError: if the VAE still differs from `space`.
+    """
     if "scaling_factor" in vae.config and not _is_rae(vae):
         vae.register_to_config(scaling_factor=space.scaling_factor)
     different = LatentSpace.of(vae).difference(space)
@@ -265,7 +288,7 @@ def fit_vae(vae, name: str, space: LatentSpace):
 
 
 def _find(name: str, local: bool):
-    """Return the subfolder or None, and configuration, of a VAE; `local`: without the hub."""
+    """Return the subfolder (None or "vae") and the configuration of a VAE; `local`: do not ask the hub."""
     folder = Path(name)
     if folder.is_dir():
         return _find_in_folder(name)
@@ -288,7 +311,7 @@ def _find_in_folder(name: str) -> tuple[str | None, dict]:
 
 
 def _find_on_hub(name: str, local: bool) -> tuple[str | None, dict]:
-    """Fetch a configuration, or with `local` read it from the cache of the hub alone."""
+    """Return subfolder and configuration from the hub, or with `local` from the hub's cache alone."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -315,10 +338,13 @@ def _find_on_hub(name: str, local: bool) -> tuple[str | None, dict]:
 
 
 def vae_fingerprint(vae) -> str:
-    """Return the SHA-256 of the configuration that changes results and of all weights, but for an RAE's decoder."""
+    """Return the SHA-256 of all weights and of the configuration entries that change results.
+
+    The decoder of an AutoencoderRAE is left out, because such a VAE may be stored without it.
+    """
     defaults = inspect.signature(type(vae).__init__).parameters
     shown = {k: json.dumps(v) for k, v in vae.config.items() if k in defaults.keys() - IGNORED}
-    # Only what is no default: entries that a later diffusers adds change nothing.
+    # Leave out entries with their default value: then entries that a later diffusers adds do not change the hash.
     changed = {k: v for k, v in shown.items() if v != json.dumps(defaults[k].default, default=str)}
     tensors = vae.state_dict()
     if _is_rae(vae):
@@ -338,14 +364,18 @@ def encode_moments(vae, images: Tensor) -> Tensor:
     encoded = vae.encode(images)
     if "latent" in encoded:
         return encoded.latent.float()
-    # The channels of a patch follow each other, so mean and log variance stay halves.
+    # pixel_unshuffle turns each channel into consecutive channels, so mean and log variance stay the two halves.
     return F.pixel_unshuffle(encoded.latent_dist.parameters.float(), _patch(vae))
 
 
 def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tensor:
-    """Draw from posteriors with standard normal noise [..., C, h, w], and scale the draw.
+    """Return scaled latents [..., C, h, w], drawn from posteriors.
 
-    moments: [..., 2C, h, w], or without posteriors [..., C, h, w] -> latents [..., C, h, w].
+    Args:
+        moments: as from `encode_moments`, [..., 2C, h, w]; [..., C, h, w] for a deterministic VAE, whose latents
+            are only scaled.
+        noise: standard normal, [..., C, h, w].
+        space: the latent space of the VAE.
     """
     if space.deterministic:
         return space.scale(moments)

@@ -89,16 +89,16 @@ def options(add: Callable) -> None:
 
 
 def work(options: Namespace) -> None:
-    """Write latents, with the ranks that the environment names, if there are several."""
+    """Write latents; set up the process group first if the environment names several ranks."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
-        # An orphan would write on beside the run that is started next.
+        # End with the launcher: a rank that outlives it would go on writing beside the next command.
         end_with(os.getppid())
-        # A rank waits until the slowest has written its last shard.
+        # The timeout is long because every rank waits until the slowest has written its last shard.
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
         with warnings.catch_warnings():
-            # Pillow warns of odd files that decode all the same.
+            # Pillow warns about unusual files although it decodes them.
             warnings.filterwarnings("ignore", module="PIL")
             write_latents(options)
     finally:
@@ -107,7 +107,10 @@ def work(options: Namespace) -> None:
 
 
 def write_latents(options: Namespace) -> None:
-    """Encode the images of a split and their mirror images, on all ranks; after a mistake on rank 0 others exit with 2."""
+    """Encode the images of a split and their mirror images, on all ranks.
+
+    After a mistake on rank 0, the other ranks exit with code 2.
+    """
     from_first(lambda: _check(options))
     source = first(lambda: open_source(options.root, options.split))
     for remark in source.remarks:
@@ -118,12 +121,13 @@ def write_latents(options: Namespace) -> None:
     out = Path(options.out)
 
     def shape_on_disk() -> tuple:
-        space.side(options.size, "--size")  # raises, with the name of the option
+        space.side(options.size, "--size")  # refuses a size that does not fit, and names the option
         return stored_shape(space, options.size)
 
     shape = from_first(shape_on_disk)
     numbers = map(str, range(len(source)))
     plan = plan_shards(options.split, "npy", numbers, options.samples_per_shard, options.seed)
+    # An interrupted command goes on only if these have not changed.
     compared = {"sha256 of --vae": space.sha256}
     for name in ("size", "dtype", "samples_per_shard", "seed"):
         compared[f"--{name.replace('_', '-')}"] = getattr(options, name)
@@ -140,6 +144,7 @@ def write_latents(options: Namespace) -> None:
         limit = BadSamples(len(source), options.max_bad_fraction, "--max-bad-fraction")
 
         def begin() -> tuple[ShardWriter, list[str]]:
+            """Lock the folder; return the writer, and the names of the shards that are still to be written."""
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
             record = latents_path(out, options.split)
@@ -168,7 +173,7 @@ def write_latents(options: Namespace) -> None:
 
 
 def _write_arrays(writer: ShardWriter, source: ImageSource, out: Path, split: str) -> None:
-    """Write the number in the source, and the label, of the image of each latent."""
+    """Write the labels of all latents, and the numbers that their images have in the source."""
     left_out = {number for number, _ in writer.bad}
     in_order = [number for samples in writer.plan.values() for number in samples]
     numbers = np.array([number for number in in_order if number not in left_out])
@@ -178,10 +183,11 @@ def _write_arrays(writer: ShardWriter, source: ImageSource, out: Path, split: st
     ):
         npy = io.BytesIO()
         np.save(npy, values.astype(np.int64), allow_pickle=False)
-        write_whole(path, npy.getvalue())  # leaves an equal file alone
+        write_whole(path, npy.getvalue())  # does not touch a file with the same bytes
 
 
 def _check(options: Namespace) -> None:
+    """Raise ValueError for options that are out of range, and for a folder that cannot be written."""
     for name, value, lowest in (
         ("size", options.size, 1),
         ("batch-size", options.batch_size, 1),
@@ -205,11 +211,11 @@ class Encoder:
     """Encodes images on a rank, shard by shard.
 
     Args:
-        options: of the command.
-        source: of the images.
+        options: the options of the command.
+        source: where images come from.
         model: the VAE.
-        writer: plans and records the shards.
-        limit: counts unreadable images of this rank.
+        writer: has the plan of the shards, and records finished ones.
+        limit: counts unreadable images on this rank.
     """
 
     def __init__(self, options: Namespace, source, model, writer: ShardWriter, limit: BadSamples):
@@ -224,7 +230,10 @@ class Encoder:
         self.model = model.to(self.device)
 
     def write(self, names: list[str]) -> list[dict]:
-        """Write these shards; return their entries. Finished shards survive failures."""
+        """Write the shards with these names; return their entries for the record.
+
+        Each shard is finished before the next one begins, so finished shards survive a failure.
+        """
         options = self.options
         state = PartialState()
         plan = self.writer.plan
@@ -235,7 +244,8 @@ class Encoder:
         transform = cropped("none", options.size, image_channels(self.model))
         images = LabelledImages(self.source, transform, seed=0, replace=False)
         slices = sum(batches.values(), [])
-        # Not of the `Loader` itself, which counts bad samples: here each belongs to a shard.
+        # Iterate the DataLoader inside the `Loader`: the latter counts bad samples of all batches, while each is
+        # recorded with its shard here.
         loaded = iter(evaluation_loader(images, slices, options.workers).loader)
         title = options.split
         if state.use_distributed:
@@ -263,8 +273,11 @@ class Encoder:
         return entries
 
     def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:
-        """Encode images [B, C, H, W] in -1 .. 1 and their mirror images to what is stored, [B, 2, 2C, h, w]."""
-        # One after the other, so that a batch is no larger than it was asked to be.
+        """Encode images [B, C, H, W] in -1 .. 1 and their mirror images to an array to store, [B, 2, 2C, h, w].
+
+        `numbers` are the numbers of the images in the source, for messages.
+        """
+        # Encode images and mirror images separately: together they would be a batch twice as large as asked for.
         try:
             moments = torch.stack(
                 [encode_moments(self.model, x) for x in (images, images.flip(-1))], 1
@@ -289,6 +302,7 @@ class Encoder:
 
 
 def _next(batches: Iterator[dict], workers: int) -> dict:
+    """Return the next batch; ValueError if a worker process died."""
     try:
         return next(batches)
     except RuntimeError as error:

@@ -98,7 +98,7 @@ def _open_sets(options: argparse.Namespace) -> list:
         raise ValueError(f"--size {options.size} has no effect: there is no data set")
     generated = open_images(opened[0], "generated")
     references = [Reference(source) for source in opened[1:]]
-    squares = []  # sizes of the sets whose images are square as they are
+    squares = []  # sides of the images of those other sets that are square
     for images in (generated, *(reference.images for reference in references)):
         if images is None or images in data_sets:
             continue

@@ -1,4 +1,4 @@
-"""Networks for features: FID's Inception, timm models, or the caller's."""
+"""Networks that extract features: FID's Inception, timm models, or any module."""
 
 import hashlib
 import io
@@ -27,10 +27,10 @@ class Extracted(NamedTuple):
 
 
 class Extractor(nn.Module):
-    """uint8 images [B, 3, H, W] -> Extracted."""
+    """Base class of networks from uint8 images [B, 3, H, W] to `Extracted`."""
 
     name: str  # in results
-    # Whether it is FID's Inception with its weights: scores are called FID, sFID, IS and KID.
+    # True: FID's Inception with its published weights, so that scores are called FID, sFID, IS and KID.
     published = False
     weights_sha256: str | None = None  # of the file or the parameters
 
@@ -38,8 +38,8 @@ class Extractor(nn.Module):
 class Inception(Extractor):
     """torch-fidelity's Inception with TensorFlow's resizing; `weights`: its .pth file, None: fetched once.
 
-    pooled: pool 2048. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17, flattened by position,
-    2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
+    pooled: the 2,048 features of the last pooling. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17,
+    flattened by position, 2,023 features (Nash 2021, as in ADM's evaluator). logits: without the bias, as in ADM's.
     """
 
     def __init__(self, weights: str | Path | None = None):
@@ -53,11 +53,11 @@ class Inception(Extractor):
             network = FeatureExtractorInceptionV3(
                 "inception", ["2048", "logits_unbiased"], _only_tensors(data)
             )
-        except Exception as error:  # damaged files make many kinds
+        except Exception as error:  # damaged files raise exceptions of many classes
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
             ) from None
-        # 1.5 times faster on a CPU (docs/guides/sampling.md); the numbers change by 1e-6.
+        # channels_last is 1.5 times faster on a CPU (docs/guides/sampling.md); scores change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
         if self.published:
@@ -140,9 +140,10 @@ class ModuleExtractor(Extractor):
 def make_extractor(
     extractor: str | nn.Module, inception_weights: str | Path | None = None
 ) -> Extractor:
-    """Make the extractor of `score`: "inception", a classification run, or any module from uint8 images to features.
+    """Make the extractor for `score`.
 
-    Or "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
+    `extractor` is "inception", the path of a classification run, "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves
+    for the hub), either with "@SIZE" for another image size, or any module from uint8 images to features.
     """
     if isinstance(extractor, Extractor):
         return extractor
@@ -191,7 +192,7 @@ def _from_timm(spec: str) -> TimmExtractor:
 
 @torch.no_grad()
 def num_features(network: Extractor) -> int:
-    """Count the features of an image on two black ones; a network that fails on them is refused."""
+    """Return the number of features, found with two black images; raise ValueError if the network fails on them."""
     try:
         pooled = network.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).pooled
         if pooled.ndim != 2:
@@ -214,7 +215,7 @@ def parameters_sha256(module: nn.Module) -> str:
 
 
 def _inception_file(weights: str | Path | None) -> Path:
-    """Return the path of Inception's weights: the given one, or that of the published file, which is fetched once."""
+    """Return the path of Inception's weights: the given file or else the published one, which is fetched once."""
     if weights is not None:
         file = Path(weights)
         if not file.is_file():
@@ -232,7 +233,7 @@ def _inception_file(weights: str | Path | None) -> Path:
         torch.hub.download_url_to_file(
             URL_INCEPTION_V3, str(file), hash_prefix=PUBLISHED_SHA256, progress=False
         )
-    except (OSError, RuntimeError) as error:  # the latter: another sha256
+    except (OSError, RuntimeError) as error:  # RuntimeError: what was fetched has another sha256
         raise FileNotFoundError(
             f"the weights of Inception, {PUBLISHED}, are neither at {file} nor could they be fetched from "
             f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path: "
@@ -243,7 +244,7 @@ def _inception_file(weights: str | Path | None) -> Path:
 
 
 def _only_tensors(data: bytes) -> io.BytesIO:
-    """Copy a .pth file's bytes, if it holds only tensors: torch-fidelity would unpickle freely."""
+    """Return a .pth file with the same tensors; refuse other objects, which torch-fidelity would unpickle."""
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(type(value) is Tensor for value in state.values()):
         raise ValueError("expected names and tensors")

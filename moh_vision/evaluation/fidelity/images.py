@@ -22,11 +22,11 @@ from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
 
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L")  # modes that `in_8_bits` makes "L"
-Batch = tuple[int, Tensor]  # number of the first image in the set, images
+Batch = tuple[int, Tensor]  # index of the batch's first image in the set, images
 
 
 class ImageSet:
-    """A number of images of one size; `read(first, stop)` returns uint8 [B, H, W, 3 or 1]."""
+    """A set of images of one size. Subclasses define `read(first, stop)`, which returns uint8 [B, H, W, 3 or 1]."""
 
     size: tuple[int, int] | None = None  # width and height; None: not known
     remarks: Sequence[str] = ()  # lines on what was left out, for the user
@@ -35,10 +35,13 @@ class ImageSet:
     def __init__(self, name: str, count: int, channels: int):
         self.name = name  # in messages and results
         self.count = count
-        self.channels = channels  # of the files, 1 or 3; what is scored has 3
+        self.channels = channels  # of the files, 1 or 3; `batches` always yields 3
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield every world-th batch from `rank` on, and read the next meanwhile. The batches are the same for any `world`."""
+        """Yield every `world`-th batch from number `rank` on, uint8 [B, 3, H, W]; read the next one meanwhile.
+
+        The batches of all ranks together are the same for any `world`.
+        """
 
         def read(first: int) -> Batch:
             images = torch.from_numpy(self.read(first, min(first + batch_size, self.count)))
@@ -56,7 +59,7 @@ class ImageSet:
 
 
 class ScoredFolder(ImageSet):
-    """The images in a folder at any depth, in order of name, read as in training, but of one size.
+    """The images in a folder at any depth, sorted by path. They are decoded as in training, but must have one size.
 
     PNG is expected. JPEG and WebP are read too; then compression is part of the score.
     """
@@ -110,7 +113,7 @@ def _opened(file: Path) -> Iterator[Image.Image]:
     try:
         with open_image(file) as image:
             yield image
-    except Exception as error:  # decoders raise many kinds
+    except Exception as error:  # decoders raise exceptions of many classes
         raise ValueError(f"{file}: not a readable image ({reason_of(error)})") from None
 
 
@@ -131,11 +134,11 @@ class SourceImages(ImageSet):
 
 
 class ImageArchive(ImageSet):
-    """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read by batches: it may exceed memory."""
+    """The images of an .npz file, arr_0, uint8 [N, H, W, 3 or 1], read batch by batch, as they may exceed memory."""
 
     def __init__(self, path: Path):
-        self.file, (shape, order, dtype) = open_array(path, "arr_0")
-        if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or order:
+        self.file, (shape, fortran_order, dtype) = open_array(path, "arr_0")
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or fortran_order:
             raise ValueError(
                 f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3 or 1]"
             )
@@ -147,18 +150,18 @@ class ImageArchive(ImageSet):
         super().__init__(str(path), shape[0], shape[3])
         self.shape = shape[1:]
         self.size = (shape[2], shape[1])
-        self.next = 0  # number of the image at which the file stands
+        self.next = 0  # index of the image that the open file reads next
 
     def read(self, first: int, stop: int) -> np.ndarray:
         image_bytes = math.prod(self.shape)
         count = stop - first
-        if first < self.next:  # open it again: after a seek zipfile does not check the sum any more
+        if first < self.next:  # reopen rather than seek: after a seek zipfile checks no CRC
             self.file, _ = open_array(Path(self.name), "arr_0")
             self.next = 0
         try:
             self.file.read((first - self.next) * image_bytes)
             data = self.file.read(count * image_bytes)
-        except Exception as error:  # damaged compression makes many kinds
+        except Exception as error:  # damaged compression raises exceptions of many classes
             raise ValueError(
                 f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})"
             ) from None
@@ -170,7 +173,7 @@ class ImageArchive(ImageSet):
 
 
 class ImageTensors:
-    """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
+    """Images in a uint8 tensor [N, 3, H, W], or in an iterator of such tensors, read once; used as an `ImageSet` is."""
 
     channels = count = formats = None  # not known
     remarks: Sequence[str] = ()
@@ -180,7 +183,7 @@ class ImageTensors:
         self.name = name
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Do as `ImageSet.batches`; the batches of an iterator stay as they come, and every process reads all."""
+        """Yield batches as `ImageSet.batches` does, but an iterator's keep their size, and every rank reads them all."""
         batches = self.images
         if isinstance(batches, Tensor):
             batches = batches.split(batch_size)
@@ -211,7 +214,7 @@ class ImageTensors:
 
 
 def open_images(source, name: str):
-    """Wrap a path, or a tensor or iterator called `name`; return an object that has `batches` unchanged."""
+    """Wrap a path, or a tensor or iterator, which messages call `name`. An object with `batches` is not wrapped."""
     if isinstance(source, (str, Path)):
         path = Path(source)
         if path.suffix == ".npz":
@@ -223,9 +226,14 @@ def open_images(source, name: str):
 
 
 def open_set(key: str, path: str, split: str | None, default_split: str):
-    """Return the `SourceImages` of a data set, as in data.root; any other path, which must exist, unchanged.
+    """Open a data set, given as in data.root, as `SourceImages`; return any other path unchanged.
 
-    `key` is the option that named the path; a `split` of anything but a data set is refused.
+    Raise an error for a path that does not exist, and for the `split` of a path that is no data set.
+
+    Args:
+        key: the option that named the path, for messages.
+        path: of a data set, a folder of images or an .npz file.
+        split: of a data set, "train" or "val"; None: `default_split`.
     """
     if not _is_data_set(path):
         refuse_missing(key, path)
@@ -233,10 +241,7 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
         return path
     split = split or default_split
-    try:
-        return SourceImages(open_source(path, split), f"{path}, {split} split")
-    except (ValueError, OSError) as error:
-        raise ValueError(str(error).replace("data.root", key, 1)) from None
+    return SourceImages(open_source(path, split, key), f"{path}, {split} split")
 
 
 def _is_data_set(path: str) -> bool:
@@ -257,12 +262,17 @@ def archive_members(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except Exception as error:  # damaged directories make many kinds
+    except Exception as error:  # damaged directories raise exceptions of many classes
         raise ValueError(f"{path}: not a readable .npz file ({reason_of(error)})") from None
 
 
 def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple[tuple, bool, np.dtype]]:
-    """Open an array of an .npz file behind its header; return the file, and shape, whether in Fortran order, dtype."""
+    """Open an array of an .npz file and read its header.
+
+    Returns:
+        file: positioned at the first byte of the array.
+        header: shape, whether the array is in Fortran order, and dtype.
+    """
     members = archive_members(path)
     if name not in members:
         raise ValueError(f"{path}: holds no {name}, only {', '.join(members) or 'nothing'}")

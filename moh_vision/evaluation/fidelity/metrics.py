@@ -1,4 +1,4 @@
-"""Scores of two sets: torch-fidelity's distances, and those that it lacks."""
+"""Compare the features of two sets: Frechet distance and KID by torch-fidelity, and precision and recall."""
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Improved precision and recall (Kynkaanniemi 2019) of features [N, F] and [M, F].
 
-    A set covers a point inside a ball around one of its points that reaches to that point's 3rd nearest other
-    point. Precision: share of generated covered by reference; recall: the reverse. The reference's mean is subtracted
-    first: a large common offset would cost digits. chunk x chunk distances, 4 bytes each, are in memory at a time.
+    A set covers a point if the point lies in a ball around one of the set's own points; each ball reaches to the 3rd
+    nearest other point of the set. Precision is the share of generated points that the reference covers; recall is the
+    reverse. The reference's mean is subtracted first, because a large common offset would cost digits. chunk x chunk
+    distances, 4 bytes each, are in memory at a time.
     """
     for name, features in (("generated", generated), ("reference", reference)):
         if len(features) <= NEIGHBOURS:
@@ -45,7 +46,7 @@ def precision_recall(
             nearest = torch.empty(len(rows), 0, device=device)
             for columns in x.split(chunk):
                 nearest = torch.cat([nearest, distances(rows, columns)], 1)
-                kept = min(NEIGHBOURS + 1, nearest.shape[1])  # each point is its first neighbour
+                kept = min(NEIGHBOURS + 1, nearest.shape[1])  # + 1: each point is nearest to itself
                 nearest = nearest.topk(kept, largest=False).values
             result.append(nearest[:, NEIGHBOURS])
         return torch.cat(result)
@@ -67,7 +68,8 @@ def precision_recall(
 def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     """KID (Binkowski 2018): squared MMD, kernel (x.y / F + 1)^3, mean over 100 subsets of up to 1000 images.
 
-    Subsets are torch-fidelity's. Its float32 would lose the digits of the difference of cubes.
+    Subsets are drawn as in torch-fidelity. The kernel is computed in float64, because in float32 the difference of cubes
+    would lose its digits.
     """
     from torch_fidelity.metric_kid import kernel_mmd
 

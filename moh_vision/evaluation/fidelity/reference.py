@@ -27,7 +27,7 @@ def is_adm(path: str) -> bool:
 
 
 class Reference:
-    """A reference (as of `score`), opened and checked at once; its images are read once, when needed."""
+    """A reference, given as in `score`. It is opened at once; its images are read once, when they are needed."""
 
     def __init__(self, source: Any):
         self.source = source
@@ -51,7 +51,7 @@ class Reference:
 
     @cached_property
     def sha256(self) -> str | None:
-        """SHA-256 of the source file; None for a folder, a data set or a tensor."""
+        """Return the SHA-256 of the source file; None for a folder, a data set or a tensor."""
         if self.path is None or not self.path.is_file():
             return None
         return sha256_of(self.path)
@@ -126,7 +126,10 @@ class Reference:
             raise ValueError(f"{self.name} has {known_dims} features, {network.name} gives {dims}")
 
     def read(self, network: Extractor, batch_size: int, device: Device) -> Statistics:
-        """Return its statistics for a fixed extractor, which was checked; every process calls it."""
+        """Return the statistics of the reference; a collective.
+
+        They are computed once: call it with one extractor only, which `check` has accepted.
+        """
         if self.images is not None:
             found = statistics_of(self.images, network, batch_size, device, "reference")
             if self.statistics is not None:  # ADM's file: moments of all images, arr_0 of some
@@ -147,24 +150,24 @@ def statistics_of(
     title: str,
     keep_features: bool = True,
 ) -> Statistics:
-    """Compute the `Statistics` of images; every process calls it.
+    """Compute the `Statistics` of images over all processes; a collective.
 
     Args:
         images: as `generated` of `score`.
         network: the extractor.
         batch_size: images at a time on each process.
         device: where the extractor runs.
-        title: of the progress bar; also the name of a set that has none.
+        title: of the progress bar; also the name of images that have none.
         keep_features: also keep all features, for precision, recall and KID.
     """
     images = open_images(images, title)
     network = network.eval()
 
     def read_share() -> SetStatistics:
-        """Collect the statistics of the images that fall to this process."""
+        """Collect the statistics of this process's share of the images."""
         collected = SetStatistics(keep_features)
         rank, world = rank_and_world()
-        network.to(device)  # in here: one GPU may have no room for it
+        network.to(device)  # inside `on_all`, because it may fail on one GPU alone
         with Progress(title, images.count, "image", enabled=rank == 0) as progress:
             for first, batch in images.batches(batch_size, rank, world):
                 collected.add(first, network(batch.to(device)))
@@ -196,14 +199,17 @@ def statistics_of(
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return the number of this process, and the number of processes."""
+    """Return the rank of this process, and the number of processes."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def on_all(work: Callable[[], Any]) -> list:
-    """Return what `work` returns on every process. An error of one is raised on all, or the others would wait."""
+    """Call `work` on every process; return the results of all, by rank. A collective.
+
+    An exception of one process is raised on all, because the others would wait for it forever.
+    """
     _, world = rank_and_world()
     if world == 1:
         return [work()]
@@ -211,7 +217,7 @@ def on_all(work: Callable[[], Any]) -> list:
         answer = work()
     except (ValueError, OSError) as error:
         answer = error
-    except Exception as error:  # of a class that may not survive its way to another process
+    except Exception as error:  # its class may not be picklable
         answer = RuntimeError(f"{type(error).__name__}: {error}")
     results = [None] * world
     dist.all_gather_object(results, answer)

@@ -1,4 +1,4 @@
-"""`score`: all numbers of generated images in one pass of the extractor; and `table`, the result as text."""
+"""`score` computes all scores of generated images in one pass of the extractor; `table` formats them as text."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +24,7 @@ from moh_vision.evaluation.fidelity.statistics import Statistics
 
 ImageSource = str | Path | Tensor | Iterable[Tensor]
 LOSSY = ("JPEG", "WEBP")  # formats that may change pixels
-# Names of the numbers without Inception's published weights.
+# Names of the scores if the extractor is not Inception with its published weights.
 OTHER_NAMES = dict(
     fid="fd",
     sfid="spatial_fd",
@@ -56,7 +56,7 @@ def score(
     device: Device = None,
     allow_biased: bool = False,
 ) -> dict:
-    """FID, sFID, inception score, KID, precision and recall of generated images against a reference.
+    """Compute FID, sFID, inception score, KID, precision and recall of generated images against a reference.
 
     With torch.distributed, the processes share the batches, and all get the same result as one, up to rounding.
 
@@ -69,15 +69,15 @@ def score(
         inception_weights: path of torch-fidelity's file; None: fetched once.
         batch_size: images at a time on each process.
         device: where the extractor runs; None: a GPU if there is one.
-        allow_biased: also with no more images than features, where a Frechet distance is far too large; the
-            label is then FID@N.
+        allow_biased: accept no more images than features, where a Frechet distance is far too large; the label is then
+            FID@N.
 
     Returns:
         dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
-        extractor, weights_sha256, label, missing, notes, reference_sha256: of its file). Unavailable numbers are None,
-        and `missing` says why; `notes` are lines on the numbers' limits. Without Inception's published weights the
-        numbers have other keys (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N", "FD-NAME"
-        or "FD-NAME@N".
+        extractor, weights_sha256, label, missing, notes, reference_sha256: of the reference's file). Scores that could
+        not be computed are None, and `missing` says why; `notes` are lines on the limits of the scores. Without
+        Inception's published weights the scores have other keys (`OTHER_NAMES`), because they are not FID; `label` is
+        "FID", "FID@N", "FD-NAME" or "FD-NAME@N".
     """
     network = make_extractor(extractor, inception_weights).eval()
     if not device:
@@ -87,13 +87,13 @@ def score(
         reference = Reference(reference)
     images = open_images(generated, "generated")
     dims = None
-    if images.count:  # an iterator can be read once
+    if images.count:  # known, so the images are no iterator, which can be read only once
         with torch.no_grad():
             dims = network.to(device)(next(images.batches(2))[1].to(device)).pooled.shape[1]
     reference.check(network, dims, images.count, allow_biased, images.channels)
     real = reference.read(network, batch_size, device)
-    compared = real.features is not None  # else no score needs features themselves
-    fake = statistics_of(images, network, batch_size, device, "generated", compared)
+    keep_features = real.features is not None  # KID, precision and recall need those of both sets
+    fake = statistics_of(images, network, batch_size, device, "generated", keep_features)
     notes = list(getattr(images, "remarks", ()))
     if reference.images is not None:
         notes += getattr(reference.images, "remarks", ())
@@ -161,7 +161,7 @@ def _result(
 def _compare(
     fake: Statistics, real: Statistics, network: Extractor, device: torch.device
 ) -> tuple[dict, dict]:
-    """Return the numbers by name, None where there is none, and for each of those the reason."""
+    """Return the scores by name, None for missing ones, and the reasons why scores are missing, by name."""
     values = dict.fromkeys(
         ("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall")
     )
@@ -189,7 +189,7 @@ def _compare(
 
 
 def _compression(fake: Statistics, real: Statistics) -> list[str]:
-    """Return a note if one of the sets alone may be compressed."""
+    """Return a note if the sets differ in file formats and at least one format is lossy."""
     fake_formats = set(fake.formats or ())
     real_formats = set(real.formats or ())
     if fake_formats == real_formats or not (fake_formats | real_formats) & set(LOSSY):
@@ -212,7 +212,7 @@ def _counted(formats: dict[str, int]) -> str:
 
 
 def table(result: dict, generated: str, reference: str) -> str:
-    """Format the result of `score`: a line per number, reasons for missing ones, and notes."""
+    """Format the result of `score`: a line for each score, or why it is missing, and notes."""
     num_generated = result["num_generated"]
     num_reference = result["num_reference"]
     sets = f"{num_generated} images of {generated} against {num_reference} of {reference}"
@@ -237,7 +237,7 @@ def table(result: dict, generated: str, reference: str) -> str:
 
 
 def _number(name: str, result: dict) -> str:
-    """Format one number of the result, or the reason why it is missing."""
+    """Format one score of the result, or the reason why it is missing."""
     value = result[name]
     if value is None:
         return f"-   ({result['missing'].get(name, 'not computed')})"

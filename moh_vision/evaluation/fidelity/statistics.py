@@ -15,11 +15,12 @@ from moh_vision.common.io import whole_file
 from moh_vision.evaluation.fidelity.extractors import Extracted
 from moh_vision.evaluation.fidelity.images import archive_members, open_array
 
-ROWS = 512  # features that are gathered before they enter the second moments
+ROWS = 512  # number of feature vectors that are collected before the covariance is updated
 SPLIT = 5000  # images per split of the inception score, in file order, as in ADM's evaluator
-LEAST_LOSS = 0.02  # of the score's logarithm, by splits of other classes: 2 %
-MAX_FEATURES = 16_384  # whose covariance takes 2 GiB
-# ADM's names of means and covariances; the second pair may be missing.
+# A note is due if splits lower the logarithm of the score by more than this (and chance): 2 % of the score.
+LEAST_LOSS = 0.02
+MAX_FEATURES = 16_384  # a covariance of this many features takes 2 GiB
+# ADM's names of the mean and covariance of pooled and of spatial features; a file may lack the latter.
 ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))
 
 
@@ -31,7 +32,7 @@ def _is_counter(value) -> bool:
     return isinstance(value, dict) and set(map(type, value.values())) <= {int}
 
 
-# What a saved file says -> whether a value is possible; None: not known.
+# Key of a saved file's record -> check of its value. A value of None means "not known".
 RECORDED = dict(
     count=lambda value: value is None or (type(value) is int and value > 0),
     extractor=lambda value: value is None or isinstance(value, str),
@@ -53,13 +54,13 @@ class Moments:
         self.waiting: list[Tensor] = []
 
     def add(self, features: Tensor, first: int = 0) -> None:
-        """Add the images first, first + 1, ..., whose order does not matter here."""
+        """Add features [B, F]. `first` has no effect, as moments do not depend on the order of images."""
         self.waiting.append(features.detach().to("cpu", torch.float64))
         if sum(map(len, self.waiting)) >= ROWS:
             self._flush()
 
     def merge(self, other: Self) -> None:
-        """Add what another has seen."""
+        """Add the images that `other` has seen."""
         self._flush()
         other._flush()
         self._merge(other.count, other.mean, other.scatter)
@@ -70,6 +71,7 @@ class Moments:
         return self.mean, self.scatter / max(self.count - 1, 1)
 
     def _flush(self) -> None:
+        """Add the waiting features to mean and scatter."""
         if self.waiting:
             x = torch.cat(self.waiting)  # [ROWS or more, F]
             self.waiting = []
@@ -78,6 +80,7 @@ class Moments:
             self._merge(len(x), mean, x.T @ x)
 
     def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        """Add `count` images with this mean and scatter."""
         if count > 0:
             total = self.count + count
             delta = mean - self.mean
@@ -90,18 +93,18 @@ class ClassScore:
     """Inception score of logits [B, classes], batch by batch, in ordered splits of `SPLIT` images."""
 
     def __init__(self):
-        # Number of a split -> [2 + classes]: images, sum of p log p, sums of p. `update` adds.
+        # Index of a split -> [2 + classes]: images, sum of p log p, sums of p. Counter.update adds tensors.
         self.splits: Counter = Counter()
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add the images first, first + 1, ..."""
+        """Add logits [B, classes] of the images first, first + 1, ..."""
         log_p = logits.detach().to("cpu", torch.float64).log_softmax(1)
         p = log_p.exp()
         p_log_p = (p * log_p).sum(1, keepdim=True)
         rows = torch.cat([torch.ones(len(p), 1), p_log_p, p], 1)  # [B, 2 + classes]
-        numbers = torch.arange(first, first + len(p)) // SPLIT  # of each image's split
+        split_of = torch.arange(first, first + len(p)) // SPLIT  # [B]
         self.splits.update(
-            {number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()}
+            {split: rows[split_of == split].sum(0) for split in split_of.unique().tolist()}
         )
 
     def merge(self, other: Self) -> None:
@@ -109,41 +112,41 @@ class ClassScore:
 
     @property
     def notes(self) -> list[str]:
-        """Return lines on what the splits do to the score."""
-        return [note for note in (self.short, self.sorted) if note]
+        """Return notes for the user on how the splits affect the score."""
+        return [note for note in (self.short_split_note, self.order_note) if note]
 
     @property
-    def sorted(self) -> str | None:
-        """Return a note on images that come class by class, or None.
+    def order_note(self) -> str | None:
+        """Return a note if the images are not in mixed order, such as sorted by class; else None.
 
-        KL(p(y) of a split || p(y) of all), averaged over splits, is what the score loses by splits. In mixed order
-        chance alone makes about (classes - 1)(splits - 1) / 2N of it (half a chi-squared variable over N).
+        Splits lower the logarithm of the score by KL(p(y) of a split || p(y) of all images), averaged over the splits.
+        In mixed order, chance alone makes this about (classes - 1)(splits - 1) / 2N (half a chi-squared variable, by N).
         """
         sums = torch.stack(list(self.splits.values()))  # [splits, 2 + classes]
         count = sums[:, 0]
-        together = sums.sum(0) / count.sum()
-        parts = sums[:, 2:] / count[:, None]
-        divergence = torch.xlogy(parts, parts) - torch.xlogy(parts, together[2:])
+        overall = sums.sum(0) / count.sum()  # [2 + classes], means over all images
+        marginals = sums[:, 2:] / count[:, None]  # [splits, classes], p(y) of each split
+        divergence = torch.xlogy(marginals, marginals) - torch.xlogy(marginals, overall[2:])
         lost = float((divergence.sum(1) * count).sum() / count.sum())
         classes = sums.shape[1] - 2
         splits = len(sums)
         chance = (classes - 1) * (splits - 1) / (2 * float(count.sum()))
         if lost <= 2 * chance + LEAST_LOSS:
             return None
-        whole = _inception_score(together)
+        whole = _inception_score(overall)
         return (
             f"the images are not in mixed order: its splits of {SPLIT} in file order hold different classes, which "
             f"lowers it; {whole:.3f} of all images as one split"
         )
 
     @property
-    def short(self) -> str | None:
-        """Return a note on a last split that is smaller than the others, or None."""
-        number = max(self.splits)
-        count = int(self.splits[number][0])
-        if not number or count == SPLIT:
+    def short_split_note(self) -> str | None:
+        """Return a note if the last split is smaller than the others; else None."""
+        last = max(self.splits)
+        count = int(self.splits[last][0])
+        if last == 0 or count == SPLIT:
             return None
-        return f"the last of its {number + 1} splits has {count} of {SPLIT} images; the fewer, the lower is its score"
+        return f"the last of its {last + 1} splits has {count} of {SPLIT} images; the fewer, the lower is its score"
 
     def result(self) -> tuple[float, float]:
         """Return mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))), Salimans 2016."""
@@ -152,25 +155,26 @@ class ClassScore:
 
 
 def _inception_score(means: Tensor) -> float:
-    """Return exp(E KL(p(y|x) || p(y))) of [1, E p log p, p(y)]."""
+    """Return exp(E KL(p(y|x) || p(y))) from the means [1, E p log p, p(y)] of a split, [2 + classes]."""
     marginal = means[2:]
     return float(np.exp((means[1] - torch.special.xlogy(marginal, marginal).sum()).item()))
 
 
 class SetStatistics:
-    """All that the scores need of one set of images, batch by batch.
+    """Collects, batch by batch, all that the scores need of one set of images.
 
-    `keep_features` keeps them for precision, recall and KID: N x F x 4 bytes (50,000 x 2048: 410 MB).
+    With `keep_features` it also keeps the features, for precision, recall and KID: N x F x 4 bytes (50,000 x 2048: 410
+    MB).
     """
 
     def __init__(self, keep_features: bool):
         self.keep_features = keep_features
         self.size: tuple[int, int] | None = None  # height and width of the images
-        self.parts: dict[str, Moments | ClassScore] = {}  # by the names of `Extracted`
-        self.features: dict[int, Tensor] = {}  # number of the first image -> [B, F]
+        self.parts: dict[str, Moments | ClassScore] = {}  # by the fields of `Extracted`
+        self.features: dict[int, Tensor] = {}  # index of a batch's first image -> [B, F]
 
     def add(self, first: int, out: Extracted) -> None:
-        """Add the images first, first + 1, ..."""
+        """Add what the extractor gives for the images first, first + 1, ..."""
         for name, x in out._asdict().items():
             if x is None:
                 continue
@@ -187,7 +191,7 @@ class SetStatistics:
                     self.parts[name] = Moments(x.shape[1])
             self.parts[name].add(x, first)
         if self.keep_features:
-            # A part of a larger tensor would keep all of it in memory.
+            # Contiguous, because a view would keep the whole tensor behind it in memory.
             self.features[first] = out.pooled.detach().float().cpu().contiguous()
 
     def merge(self, other: Self) -> None:
@@ -195,8 +199,10 @@ class SetStatistics:
         self.size = other.size or self.size
         self.features.update(other.features)
         for name, statistics in other.parts.items():
-            if self.parts.setdefault(name, statistics) is not statistics:
+            if name in self.parts:
                 self.parts[name].merge(statistics)
+            else:
+                self.parts[name] = statistics
 
     def all_features(self) -> Tensor | None:
         """Return [N, F] in the order of the images; None if they were not kept."""
@@ -212,7 +218,7 @@ class Statistics:
     pooled: tuple[Tensor, Tensor]  # mean [F] and covariance [F, F], float64
     spatial: tuple[Tensor, Tensor] | None
     source: str  # what was read
-    count: int | None = None  # images; None: the file does not say, as below
+    count: int | None = None  # number of images; here and below, None: the file does not say
     features: Tensor | None = None  # [N, F], for precision, recall and KID
     extractor: str | None = None
     weights_sha256: str | None = None  # of the extractor
@@ -263,7 +269,7 @@ def _record(path: Path) -> dict:
         for name, possible in RECORDED.items():
             if not possible(record[name]):
                 raise ValueError(f"{name} is {record[name]!r}")
-    except Exception as error:  # damaged files make many kinds
+    except Exception as error:  # damaged files raise exceptions of many classes
         raise ValueError(f"{path}: not a file of statistics ({reason_of(error)})") from None
     return {name: record[name] for name in RECORDED}
 
@@ -290,7 +296,7 @@ def _has_shape(shape: tuple[int, ...], expected: list[int | None]) -> bool:
 def _array(path: Path, name: str, type_code: str, expected: list[int | None]) -> np.ndarray:
     """Read an array of a NumPy type ("f" or "U") and a shape, see `_has_shape`."""
     file, (shape, _, dtype) = open_array(path, name)
-    with file:  # it can unpack to any size: look at the header before reading
+    with file:  # check the header before reading, because a small file can unpack to any size
         fits = dtype.kind == type_code and dtype.itemsize <= MAX_FEATURES
         if not fits or not _has_shape(shape, expected):
             allowed = str(expected).replace("None", f"1 to {MAX_FEATURES}")
@@ -301,5 +307,5 @@ def _array(path: Path, name: str, type_code: str, expected: list[int | None]) ->
         try:
             file.seek(0)
             return np.lib.format.read_array(file, allow_pickle=False)
-        except Exception as error:  # damaged compression makes many kinds
+        except Exception as error:  # damaged compression raises exceptions of many classes
             raise ValueError(f"{path}: {name} is damaged ({reason_of(error)})") from None

@@ -1,6 +1,7 @@
 """Batches of text: which sentences are together, how rows are padded, and how batches are loaded.
 
-Sentences of similar lengths share a batch, limited by tokens: pure functions of (lengths, seed, position).
+Sentences of similar lengths share a batch, whose tokens are limited. The sentences of a batch are a pure function of
+(lengths, seed, position).
 """
 
 from bisect import bisect_right
@@ -16,20 +17,23 @@ from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.workers import leave_signals_to_the_parent
 
-IGNORE = -100  # a label that nothing is to be predicted for
+IGNORE = -100  # label of a token without loss
 
 
 def length_key(lengths: np.ndarray) -> np.ndarray:
-    """Return sort keys: longer side, then source, then target. [n, sides] -> [n]."""
+    """Return keys [n] that sort lengths [n, sides] by the longer side, then source, then target."""
     lengths = lengths.astype(np.int64)
     key = lengths.max(1)
     for side in lengths.T:
-        key = key << 20 | side
+        key = key << 20 | side  # 20 bits for each length
     return key
 
 
 def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
-    """Cut sorted sizes into batches of at most max_tokens, sentences x longest. A longer sentence is alone."""
+    """Return the end of every batch of sentences whose sizes are sorted.
+
+    A batch has at most `max_tokens` tokens, sentences x longest. A sentence of more tokens is a batch alone.
+    """
     ends = [0]
     while ends[-1] < len(sizes):
         first = ends[-1]
@@ -42,11 +46,13 @@ def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
 
 
 class TokenSampler(PositionSampler):
-    """The micro-batches of one rank as lists of sample numbers, at most `max_tokens` padded tokens each (sentences x
-    longest of either side with eos, as in fairseq). Samples are cut by length alone: epochs have equally many batches.
+    """Sampler of one rank's micro-batches, which are lists of sample indices.
+
+    A micro-batch has at most `max_tokens` padded tokens (sentences x longest of either side with eos, as in fairseq).
+    The cuts between batches depend on lengths alone, so every epoch has the same number of batches.
 
     A position of the run is a micro-batch of a rank. An epoch has every sample once, in an order drawn from (seed, epoch);
-    a step may span two.
+    a step may span two epochs.
     """
 
     def __init__(
@@ -75,14 +81,14 @@ class TokenSampler(PositionSampler):
             yield self.sample(position)
 
     def sample(self, position: int) -> list[int]:
-        """Return the sample numbers of a batch."""
+        """Return the sample indices of the micro-batch at a position."""
         epoch, index = divmod(position, self.total)
         order, batch_order = self._drawn(epoch)
         batch = batch_order[index]
         return order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the order of the samples and that of the batches."""
+        """Draw the order of the samples and the order of the batches."""
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS)))
         shuffled = rng.permutation(len(self.key))
         by_length = np.argsort(self.key[shuffled], kind="stable")  # equal lengths stay shuffled
@@ -98,7 +104,7 @@ def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -
 
 
 def padded(rows, filler: int) -> Tensor:
-    """Stack rows of unequal length, filled up on the right: [B, longest]."""
+    """Stack rows of unequal length, padded with `filler` on the right: [B, longest]."""
     batch = np.full((len(rows), max(map(len, rows))), filler, np.int64)
     for i, row in enumerate(rows):
         batch[i, : len(row)] = row
@@ -108,7 +114,10 @@ def padded(rows, filler: int) -> Tensor:
 def load_batches(
     dataset: Dataset, batches: Iterable[list], workers: int = 0
 ) -> Iterator[dict[str, Tensor]]:
-    """Load batches, lists of items of a text data set, in order. Encoded text rarely needs `workers`."""
+    """Load batches of a text data set in order; each of `batches` is a list of its indices.
+
+    Encoded text rarely needs `workers`.
+    """
     loader = DataLoader(
         dataset,
         batch_sampler=batches,

@@ -22,7 +22,7 @@ def mask_tokens(
         seed: of the run.
         position: of the block in the run's order.
         vocabulary_size: above all ids.
-        prob: with which each token is chosen, but at least one is.
+        prob: probability with which each token is chosen; at least one token always is.
 
     Returns:
         inputs [T] and labels [T], -100 where not chosen.
@@ -41,10 +41,10 @@ def mask_tokens(
 
 
 class MaskedBlocks(Dataset):
-    """Items (position, block number) -> (inputs, labels), int64: RoBERTa's full sentences, dynamic masking (Liu et al. 2019).
+    """Data set (position, block index) -> (inputs, labels), int64, with dynamic masking as in RoBERTa (Liu et al. 2019).
 
-    Joined lines are cut into bos and `block - 1` tokens, the last block may be shorter: paragraphs of WikiText are often
-    longer than a block. RoBERTa's blocks of 512 hold whole sentences.
+    A block is bos and the next `block - 1` tokens of all lines joined; the last block may be shorter. RoBERTa's blocks
+    of 512 hold whole sentences instead, but paragraphs of WikiText are often longer than a block.
 
     Args:
         tokens: of the joined lines.
@@ -70,12 +70,12 @@ class MaskedBlocks(Dataset):
         self.vocabulary_size = len(vocabulary)
 
     def __len__(self) -> int:
-        # A last block of one eos would have nothing to predict.
+        # Leave out a last block of eos alone, which would have nothing to predict.
         return -(-(len(self.tokens.ids) - 1) // self.room)
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        position, number = item
-        text = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
+        position, block = item
+        text = self.tokens.ids[block * self.room : (block + 1) * self.room].astype(np.int64)
         ids = np.concatenate([[BOS], text])
         return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
 
@@ -87,11 +87,12 @@ class MaskedBlocks(Dataset):
 
 
 class CausalWindows(Dataset):
-    """Items (position, window number) -> (inputs [W], labels [W]), int64 (Baevski and Auli 2019); the position has no effect.
+    """Data set (position, window index) -> (inputs [W], labels [W]), int64 (Baevski and Auli 2019).
 
-    Labels are a piece of `tokens`, inputs the piece one token earlier, with eos before the first. Windows advance by
-    `stride` and label only what no earlier one labels. Training takes stride = width, as fairseq's break mode "none";
-    evaluation "512/480" width 512 and stride 32: tokens after the first 480 have 480 to 511 before them.
+    The position has no effect. Labels are a piece of `tokens`, and inputs are the piece one token earlier, with eos
+    before the first token. Windows advance by `stride` and label only tokens that no earlier window labels. Training
+    takes stride = width, as fairseq's break mode "none". Evaluation "512/480" takes width 512 and stride 32, so that
+    tokens after the first 480 have 480 to 511 tokens before them.
     """
 
     def __init__(self, tokens: Tokens, width: int, stride: int, vocabulary: Vocabulary):
@@ -107,22 +108,25 @@ class CausalWindows(Dataset):
             )
 
     def __len__(self) -> int:
+        # 1 + (tokens behind the first window) / stride, rounded up.
         return 1 - (self.width - len(self.tokens.ids)) // self.stride
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        _, number = item
-        first = min(number * self.stride, len(self.tokens.ids) - self.width)
+        _, window = item
+        first = min(window * self.stride, len(self.tokens.ids) - self.width)
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
-        if piece.max() >= self.vocabulary_size:  # of a damaged file; a GPU would not say which
+        # The file may be damaged, and an error on a GPU would not name it.
+        if piece.max() >= self.vocabulary_size:
             raise ValueError(
                 f"{self.tokens.name}, token {first}: token id {piece.max()}, but the vocabulary has "
                 f"{self.vocabulary_size} tokens"
             )
-        if not first:
+        if first == 0:  # no token comes before the first one
             piece = np.concatenate([[self.eos], piece])
         labels = piece[1:].copy()
-        if number:
-            done = (number - 1) * self.stride + self.width  # tokens that earlier windows label
+        if window > 0:
+            # Earlier windows label the tokens before this one.
+            done = (window - 1) * self.stride + self.width
             labels[: done - first] = IGNORE
         return piece[:-1], labels
 

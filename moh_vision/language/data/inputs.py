@@ -39,10 +39,10 @@ class TextInputs:
         cache_dir: folder of encoded text and vocabularies.
         seed: of the run.
         tokenizer: a run or file with the vocabularies; None: they are made from the training split.
-        training: open the training split; without it the split may be missing.
+        training: open the training split; if False, the split may be missing.
     """
 
-    first: object  # what the data set calls its first sample
+    first: object  # index of the data set's first sample
     foreign = False  # whether foreign tokenizers are allowed
     padding_side = "right"  # of batches, in the saved tokenizers
 
@@ -54,7 +54,7 @@ class TextInputs:
         self.cache_dir = cache_dir
         self.tokenizer = tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
-        self.model_arguments()  # may refuse data.vocab_size, before any text is encoded
+        self.model_arguments()  # raises for a wrong data.vocab_size before any text is encoded
         self.train = None
         self.test = None
         if training:
@@ -75,7 +75,7 @@ class TextInputs:
         return source, Vocabulary.load(target_file)
 
     def scored_files(self) -> str:
-        """Name the files found for data.val and data.test."""
+        """Return a line that names the files of data.val and data.test; raise ValueError if one is trained on."""
         data = self.data
         found = []
         trained = {path for tokens in self.train.stores for path in tokens.paths}
@@ -92,18 +92,18 @@ class TextInputs:
         return "; ".join(found)
 
     def scored_lines(self, count: int) -> list[str]:
-        """Return the first `count` lines of what is scored: of data.test, or else of data.val; [] of token ids."""
+        """Return the first `count` lines of data.test, or of data.val if there is no test; [] if it is token ids."""
         split = self.data.test or self.data.val
         if find_tokens(self.data.root, split):
             return []
         return list(islice(find_lines(self.data.root, split), count))
 
     def record(self, micro_batches: int) -> dict:
-        """Record what a resumed run must match: text, and in translation micro-batches per step."""
+        """Return what a resumed run must match: the text, and for translation the micro-batches per step."""
         return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies, for `data.tokenizer`, and the record. A step has `micro_batches` over all processes."""
+        """Save the vocabularies, for `data.tokenizer`, and the record; `micro_batches`: of a step on all processes."""
         source, target = self.vocabularies
         source.save(run / TOKENIZER, self.padding_side)
         if target is not source:
@@ -111,7 +111,7 @@ class TextInputs:
         write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
-        """Raise ValueError, in one line, unless the run can resume with its first settings."""
+        """Raise ValueError unless the record that `run` began with is also the present one."""
         try:
             began = dict(json.loads((run / RECORD).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -141,16 +141,16 @@ class TextInputs:
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def eval_batches(self, dataset, rank: int, world: int) -> Iterable[dict[str, Tensor]]:
-        """Return this rank's share of a validation or test set, every label once over all."""
+        """Return this rank's batches of a validation or test set; all ranks together have every label once."""
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
     def texts(self) -> list[tuple[str, object]]:
-        """Return names and data sets of texts with their own head load, first validation."""
+        """Return (name, data set) of each text whose head load is counted on its own, validation first."""
         return [(self.data.val, self.val)]
 
 
 class TranslationInputs(TextInputs):
-    """Pairs of sentences."""
+    """Inputs of translation models: pairs of sentences."""
 
     first = 0
 
@@ -202,7 +202,7 @@ class TranslationInputs(TextInputs):
         return sizes
 
     def sampler(self, batch_size: int, **arguments) -> TokenSampler:
-        """Make the `TokenSampler` of training; data.max_tokens limits sentences, `batch_size` has no effect."""
+        """Make the `TokenSampler` of training; data.max_tokens limits a batch, and `batch_size` has no effect."""
         return TokenSampler(
             self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments
         )
@@ -211,26 +211,26 @@ class TranslationInputs(TextInputs):
         return length_slices(dataset.lengths, self.data.max_tokens, rank, world)
 
     def record(self, micro_batches: int) -> dict:
-        # They decide how many sentences a step has; blocks are shared out among them instead.
+        # Each micro-batch adds sentences to a step. Blocks are different: micro-batches divide a fixed number of them.
         return dict(super().record(micro_batches), micro_batches=micro_batches)
 
     def references(self, split: str, pairs: ParallelTokens) -> list[str]:
-        """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
-        lines = list(self.pair(split).target)
-        chosen = [lines[number] for number in pairs.numbers]
+        """Return the target lines of a split's pairs, in lower case if the target vocabulary is lower-cased."""
+        targets = list(self.pair(split).target)
+        chosen = [targets[line] for line in pairs.lines]
         if self.vocabularies[1].lowercase:
             return [line.lower() for line in chosen]
         return chosen
 
 
 class BlockInputs(TextInputs):
-    """Running text, cut into blocks."""
+    """Inputs of masked and causal language models: running text, cut into blocks."""
 
     first = (0, 0)
     mask = False
 
     def roots(self) -> list[str]:
-        """Return where the training text is: of each source."""
+        """Return the folders or hub data sets of the training text, one for each source."""
         if not self.data.mixture:
             return [self.data.root]
         return [self.data.source_root(source["root"]) for source in self.data.mixture]
@@ -255,8 +255,8 @@ class BlockInputs(TextInputs):
 
     def slices(self, dataset, rank: int, world: int) -> list[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
-        # Masks are drawn by the block's number.
-        return [[(number, number) for number in batch] for batch in batches]
+        # Masks depend on the position. The block's index stands for it, so the number of processes does not matter.
+        return [[(block, block) for block in batch] for batch in batches]
 
 
 class MaskedInputs(BlockInputs):
@@ -280,7 +280,7 @@ class CausalInputs(BlockInputs):
     """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
     foreign = True
-    padding_side = "left"  # a text goes on behind its last token
+    padding_side = "left"  # so that `generate` appends right behind the last token of a text
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         for root in self.roots():
@@ -291,7 +291,7 @@ class CausalInputs(BlockInputs):
         return super().make_vocabularies()
 
     def model_arguments(self) -> dict:
-        """Return sizes that the model must have; data.vocab_size may ask for rows to spare."""
+        """Return sizes that the model must have; data.vocab_size may exceed the tokens of the vocabulary."""
         asked = self.data.vocab_size
         vocabulary = self.vocabularies[0]
         if asked and asked < len(vocabulary):
@@ -350,31 +350,37 @@ class CausalInputs(BlockInputs):
         return sampler
 
     def texts(self) -> list[tuple[str, CausalWindows]]:
-        """With data.mixture, add the first training tokens of each source, as many as in validation."""
+        """Return the texts of `TextInputs`, and with data.mixture the beginning of each source.
+
+        A beginning has as many tokens as the validation set.
+        """
         texts = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):
                 length = max(len(self.val.tokens.ids), text.width)
+                # Stands for a `Tokens` of this length.
                 first = SimpleNamespace(name=name, ids=text.tokens.ids[:length])
                 windows = CausalWindows(first, text.width, text.stride, self.vocabularies[0])
                 texts.append((name, windows))
         return texts
 
     def special_tokens(self) -> dict:
-        """Return known ids by their names in a transformers config."""
+        """Return the special tokens' ids that are known, by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
         known = dict(
             bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad
         )
-        return {name: number for name, number in known.items() if number is not None}
+        return {name: token_id for name, token_id in known.items() if token_id is not None}
 
 
 INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # by task
 
 
 def tokenizer_of(config, run: str | None) -> str | None:
-    """Return the path of a run's vocabulary: the folder of the `run` itself if it is there already, data.tokenizer, or
-    the folder of the first weights (init_from or model.pretrained). None: make it from the text.
+    """Return where to read a run's vocabulary; None: make it from the text.
+
+    It is the first of these that is given: `run`, the folder of a run that resumes; data.tokenizer; the folder of the
+    first weights (init_from or model.pretrained), if it has a tokenizer.json.
     """
     if run:
         return run

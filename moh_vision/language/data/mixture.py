@@ -21,11 +21,12 @@ LONGEST_ROUND = 1 << 17
 
 
 class Mixture:
-    """The order of blocks of sources with weights above 0, in any unit.
+    """The order of the blocks of several sources, which have shares proportional to weights above 0.
 
-    A round of positions, shuffled, has the exact share of every source: of percentages with two decimals at most
-    10,000. Odd weights are rounded: a source is within one block of its share. A source goes through all its blocks,
-    in a new order every epoch, before one repeats.
+    Positions form rounds. In a round, which is shuffled, every source has exactly its share of the positions; with
+    percentages of two decimals a round has at most 10,000 positions. If exact rounds were longer than LONGEST_ROUND,
+    shares are rounded, and a source stays within one block of its share. A source goes through all its blocks, in a new
+    order every epoch, before one repeats.
     """
 
     def __init__(self, weights: Sequence[float], blocks: Sequence[int], seed: int):
@@ -36,24 +37,24 @@ class Mixture:
         self.length = lcm(*(share.denominator for share in self.shares))
         if self.length > LONGEST_ROUND:
             self.length = LONGEST_ROUND
-            for number, share in enumerate(self.shares):
+            for source, share in enumerate(self.shares):
                 if share * self.length < 2:
                     raise ValueError(
-                        f"data.mixture {number}: weight {weights[number]} is {float(share):.2g} of all; "
+                        f"data.mixture {source}: weight {weights[source]} is {float(share):.2g} of all; "
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
         self.blocks = list(blocks)
         self.seed = seed
         self._round = lru_cache(4)(self._make_round)
-        # Each source keeps the order of its present epoch: they alternate, and `epoch_order` keeps the last two.
+        # Cache the present order of every source: sources alternate, and `epoch_order` caches only two orders.
         self._orders = [
             lru_cache(1)(partial(self._make_order, source)) for source in range(len(blocks))
         ]
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return (source, its block) at a position of the run."""
-        number, index = divmod(position, self.length)
-        sources, earlier, before = self._round(number)
+        round_index, index = divmod(position, self.length)
+        sources, earlier, before = self._round(round_index)
         source = int(sources[index])
         drawn = before[source] + int(earlier[index])
         epoch, block = divmod(drawn, self.blocks[source])
@@ -61,21 +62,26 @@ class Mixture:
 
     def drawn(self, position: int) -> list[int]:
         """Count the blocks of each source before a position."""
-        number, index = divmod(position, self.length)
-        sources, _, before = self._round(number)
-        inside = np.bincount(sources[:index], minlength=len(before))  # of this round
+        round_index, index = divmod(position, self.length)
+        sources, _, before = self._round(round_index)
+        inside = np.bincount(sources[:index], minlength=len(before))  # earlier blocks of this round
         return [count + int(more) for count, more in zip(before, inside)]
 
-    def _before(self, number: int) -> list[int]:
-        """Count blocks of each source before a round: differences of rounded shares."""
-        ends = [int(bound * self.length * number) for bound in self.bounds]
+    def _before(self, round_index: int) -> list[int]:
+        """Count the blocks of each source before a round, as differences of rounded cumulative shares."""
+        ends = [int(bound * self.length * round_index) for bound in self.bounds]
         return [end - start for start, end in zip([0, *ends], ends)]
 
-    def _make_round(self, number: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return of each position its source [length], and how many earlier ones of the round have it; and `_before`."""
-        before = self._before(number)
-        counts = np.subtract(self._before(number + 1), before)
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
+    def _make_round(self, round_index: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Return the sources, earlier and before of a round.
+
+        sources [length]: the source of each position. earlier [length]: how many earlier positions of the round have
+        the same source. before: see `_before`.
+        """
+        before = self._before(round_index)
+        counts = np.subtract(self._before(round_index + 1), before)
+        seed = derive_seed(self.seed, round_index, Stream.ROUNDS)
+        rng = np.random.Generator(np.random.PCG64(seed))
         sources = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         earlier = np.empty(self.length, np.int64)
         for source, count in enumerate(counts):
@@ -89,7 +95,7 @@ class Mixture:
 
 
 class MixtureSampler(PositionSampler):
-    """Micro-batches of a rank: lists of (position, block number through all sources)."""
+    """Sampler of one rank's micro-batches: lists of (position, index of a block among those of all sources)."""
 
     def __init__(self, mixture: Mixture, **arguments):
         super().__init__(mixture.blocks, group=1, seed=mixture.seed, **arguments)
@@ -112,7 +118,7 @@ class MixtureSampler(PositionSampler):
 
 
 class MixedWindows(ConcatDataset):
-    """Windows of several texts, of equal width, numbered through all. `names`: for messages."""
+    """Concatenation of the windows of several texts, all of one width. `names` are for messages."""
 
     collate = staticmethod(CausalWindows.collate)
 
@@ -125,8 +131,8 @@ class MixedWindows(ConcatDataset):
         self.stores = [text.tokens for text in texts]
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        position, number = item
-        source = bisect_right(self.cumulative_sizes, number)
+        position, index = item
+        source = bisect_right(self.cumulative_sizes, index)
         windows = self.datasets[source]
         first = self.cumulative_sizes[source] - len(windows)
-        return windows[position, number - first]
+        return windows[position, index - first]

@@ -15,19 +15,21 @@ from moh_vision.common.progress import Progress
 from moh_vision.data.hub import PREFIX, hub_split
 from moh_vision.engine.ranks import say
 
-# What a validation split is called elsewhere; other splits go by their own name.
+# Names under which a validation split may be found; any other split has only its own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
 IDS = "ids.bin"  # in a folder of token ids
-TEXTS = (".txt", ".jsonl")  # of language models, or these with .gz
-MAX_LINE = 1 << 28  # bytes; a file may have no line breaks
+TEXTS = (".txt", ".jsonl")  # endings of text for language models; .gz may follow
+MAX_LINE = 1 << 28  # bytes; stops at files without line breaks
 BYTE_ORDER_MARK = "\ufeff"
-INDENTED = re.compile(r"\t|  |\u3000")  # how a line begins whose blanks mean something
-SAID: set[str] = set()  # files whose blanks this process has told of: they are read more than once
+INDENTED = re.compile(r"\t|  |\u3000")  # start of a line whose leading blanks may have a meaning
+SAID: set[str] = set()  # texts about which this process has warned: they are read more than once
 
 
 class TextFile:
-    """A file, in .gz compressed, of one sentence, paragraph or document a line; with `key` of a JSON object a line that
-    has its text there."""
+    """The lines of a file, which is compressed if it ends in .gz: each is a sentence, paragraph or document.
+
+    With `key`, each line is a JSON object with the text under this key.
+    """
 
     def __init__(self, path: Path, key: str | None = None):
         self.path = path
@@ -38,37 +40,39 @@ class TextFile:
         return self.read()
 
     def read(self, progress: Progress | None = None) -> Iterator[str]:
-        """Yield the lines, without what is blank at either end, or the texts of objects; `progress` counts bytes."""
+        """Yield the lines without blanks at either end, or the texts of the objects; `progress` counts bytes read."""
         indented: list[int] = []
         with open(self.path, "rb") as raw, self._unpacked(raw) as file:
-            for number in itertools.count(1):
+            for line_number in itertools.count(1):
                 try:
                     line = file.readline(MAX_LINE + 1)
                 except (gzip.BadGzipFile, zlib.error, EOFError) as error:
                     raise ValueError(
-                        f"{self.name}: damaged gzip file behind line {number - 1} ({error})"
+                        f"{self.name}: damaged gzip file behind line {line_number - 1} ({error})"
                     ) from None
                 if not line:
                     break
                 try:
-                    whole = _decoded(line, number == 1)
+                    whole = _decoded(line, line_number == 1)
                     text = whole.strip()
                     if text and INDENTED.match(whole):
-                        indented.append(number)
+                        indented.append(line_number)
                     if text and self.key is not None:
                         text = _under(self.key, text)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{self.name}, line {number}: {reason_of(error)}") from None
-                if text or self.key is None:
+                    raise ValueError(
+                        f"{self.name}, line {line_number}: {reason_of(error)}"
+                    ) from None
+                if text or self.key is None:  # blank lines count, but not between objects
                     yield text
                 if progress is not None:
                     progress.add(raw.tell() - progress.done)
-        if number == 1:
+        if line_number == 1:
             raise ValueError(f"{self.name}: the file is empty")
         if indented and self.key is None and self.name not in SAID:
             SAID.add(self.name)
             say(
-                f"{self.name}: {len(indented)} of {number - 1} lines are indented (first line {indented[0]}); "
+                f"{self.name}: {len(indented)} of {line_number - 1} lines are indented (first line {indented[0]}); "
                 "what is blank at either end of a line is left out, a .jsonl keeps it"
             )
 
@@ -83,7 +87,7 @@ class TextFile:
 
 
 class HubText:
-    """Texts of a split of a data set: its column text, or `language` of its column translation."""
+    """The texts of a split of a Hugging Face data set: the column text, or `language` of the column translation."""
 
     def __init__(self, root: str, split: str, language: str | None = None):
         self.language = language
@@ -99,9 +103,9 @@ class HubText:
         self.name = f"{name}, {language}" if language else name
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the texts, on one line each."""
+        """Yield each text as one line, without blanks at either end."""
         row = 0
-        several = 0  # texts that are not as they were
+        changed = 0  # number of texts that lose line breaks or indentation
         for row, cell in enumerate(self.table, 1):
             if self.language:
                 text = cell["translation"].get(self.language)
@@ -112,19 +116,19 @@ class HubText:
             if "\0" in text:
                 raise ValueError(f"{self.name}, row {row}: a NUL character")
             if len(text.splitlines()) > 1 or (INDENTED.match(text) and text.strip()):
-                several += 1
+                changed += 1
             yield " ".join(text.splitlines()).strip()
         if not row:
             raise ValueError(f"{self.name}: no rows")
-        if several and self.name not in SAID:
+        if changed and self.name not in SAID:
             SAID.add(self.name)
             say(
-                f"{self.name}: {several} of {row} texts have several lines or are indented; they are joined to one "
+                f"{self.name}: {changed} of {row} texts have several lines or are indented; they are joined to one "
                 "line, without what is blank at either end, a .jsonl keeps them as they are"
             )
 
     def fingerprint(self) -> str:
-        """Return the fingerprint that `datasets` gives the table, with the column."""
+        """Return the fingerprint that `datasets` gives the table, and the language or column."""
         return f"{self.table._fingerprint} {self.language or 'text'}"
 
 
@@ -138,14 +142,21 @@ class ParallelText(NamedTuple):
     target: Lines
 
     def check(self, allow_empty: bool = False) -> int:
-        """Check and count the pairs; with `allow_empty` a side may be empty."""
+        """Return the number of pairs.
+
+        Raises ValueError if the sides have different numbers of lines, or if a line is empty (but with `allow_empty`).
+        """
         source_lines = 0
         target_lines = 0
         empty = 0
         for source, target in itertools.zip_longest(self.source, self.target):
-            source_lines += source is not None
-            target_lines += target is not None
-            if source_lines == target_lines and not (source and target) and not allow_empty:
+            if source is not None:
+                source_lines += 1
+            if target is not None:
+                target_lines += 1
+            has_both = source_lines == target_lines
+            has_empty_side = not source or not target
+            if has_both and has_empty_side and not allow_empty:
                 if not empty:
                     side = self.target if source else self.source
                     first = f"{side.name}, line {source_lines}: empty"
@@ -164,8 +175,11 @@ class ParallelText(NamedTuple):
 
 
 def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
-    """Find the pairs of a split, unread. `root` is a folder with {split}.{language}[.gz], or hfds/NAME[:CONFIG], a data
-    set with a column translation. The split "val" may also be named valid, validation or dev."""
+    """Return the pairs of a split, which are read only when iterated.
+
+    `root` is a folder with {split}.{language}[.gz], or hfds/NAME[:CONFIG], a data set with a column translation. The
+    split "val" may also be named valid, validation or dev.
+    """
     if source == target:
         raise ValueError(f"data.source {source} and data.target {target} are the same language")
     if root.startswith(PREFIX):
@@ -174,8 +188,11 @@ def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
 
 
 def find_lines(root: str, split: str) -> Lines:
-    """Find the lines of a split, with empty ones, or its documents, unread. `root` is a folder with {split}.txt[.gz] or
-    {split}.jsonl[.gz] (key text), or hfds/NAME[:CONFIG], a data set with a column text."""
+    """Return the lines of a split, empty ones included, or its documents; they are read only when iterated.
+
+    `root` is a folder with {split}.txt[.gz] or {split}.jsonl[.gz] (key text), or hfds/NAME[:CONFIG], a data set with a
+    column text.
+    """
     if root.startswith(PREFIX):
         return HubText(root, split)
     (path,) = _find_text(root, split, TEXTS)
@@ -183,7 +200,7 @@ def find_lines(root: str, split: str) -> Lines:
 
 
 def find_tokens(root: str, split: str) -> list[Path]:
-    """Return the stores of token ids of a split, SPLIT or SPLIT-*; none if it is text, or not there."""
+    """Return the stores of token ids of a split, SPLIT or SPLIT-*; [] if the split is text or missing."""
     folder = Path(root)
     if not folder.is_dir():
         return []
@@ -213,13 +230,16 @@ def form_of(path: Path) -> str:
 
 
 def _there(folder: Path, name: str, endings: Sequence[str]) -> list[Path]:
-    """List the files of a name with one of these endings, or one and .gz."""
+    """Return the existing paths of `name` with one of these endings, .gz after it or not."""
     paths = (folder / f"{name}{ending}{packed}" for ending in endings for packed in ("", ".gz"))
     return [path for path in paths if path.exists()]
 
 
 def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
-    """Find a file for every side, with one of its endings, by the same name of the split: val.de is not for valid.en."""
+    """Return a file for every side, with one of the side's endings.
+
+    All files have the same name of the split: val.de does not go together with valid.en.
+    """
     folder = Path(root)
     names = SPLIT_NAMES.get(split, (split,))
     if not folder.is_dir():
@@ -247,7 +267,7 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
 
 
 def _decoded(line: bytes, first: bool) -> str:
-    """Decode a line."""
+    """Decode a line; from the `first` one also remove a byte order mark."""
     if len(line) > MAX_LINE:
         raise ValueError(f"more than {MAX_LINE >> 20} MiB; expected a sentence or document a line")
     if b"\0" in line:

@@ -33,7 +33,7 @@ def tokenise(
         files: of documents.
         tokenizer: any tokenizer.json or its folder.
         out: folder of the stores.
-        split: name of the split that the files are.
+        split: name of the split that the files make up.
         key: of the text in the objects of a .jsonl.
     """
     refuse_unwritable("--out", out)
@@ -64,9 +64,9 @@ def tokenise(
 
 
 def is_finished(store: Path, made_from: dict) -> bool:
-    """Return whether a store is there as a whole; refuse one that was made from something else."""
+    """Return whether a store is complete; raise ValueError if it was made from something else."""
     meta_file = store / META
-    if not meta_file.exists():  # it is written last
+    if not meta_file.exists():  # meta.json is written last
         return False
     meta = read_meta(store)
     for name, value in made_from.items():
@@ -75,7 +75,7 @@ def is_finished(store: Path, made_from: dict) -> bool:
                 f"{meta_file}: made with {name} {meta.get(name)}, now it is {value}; take another --out"
             )
     with contextlib.suppress(ValueError, OSError, EOFError):
-        return bool(Tokens([store]))
+        return bool(Tokens([store]))  # opening it checks ids.bin and ends.npy
     return False
 
 

@@ -1,8 +1,8 @@
-"""Token ids on disk: stores, which `write_store` makes of text.
+"""Token ids on disk: `write_store` encodes text into a store.
 
-A store is a folder: ids.bin (little-endian uint16 or uint32), ends.npy (where each text ends in it) and meta.json,
-written last. A split is one store, SPLIT, or several, SPLIT-*, joined in order of name. ids.bin is never read into memory
-as a whole.
+A store is a folder: ids.bin (little-endian uint16 or uint32), ends.npy (for each text the index in ids.bin behind its
+last token) and meta.json, which is written last. A split is one store, SPLIT, or several, SPLIT-*, joined in order of
+name. ids.bin is never read into memory as a whole.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ META = "meta.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 TEXTS_AT_ONCE = 2000
 CHARACTERS_AT_ONCE = 1 << 23
-# What is read of meta.json.
-# words: those separated by blanks, and one for the end of each text.
+# Fields that are read from meta.json.
+# words: number of words between blanks, plus one for the end of each text.
 # tokenizer: sha256 of the tokenizer.json.
-# sha256: of ids.bin and ends.npy.
+# sha256: of ids.bin and ends.npy together.
 META_FIELDS = dict(dtype=str, tokens=int, words=int, tokenizer=str, sha256=str)
 
 
@@ -38,8 +38,8 @@ class Tokens:
     """Token ids of a split: its stores, joined. `name` is for messages.
 
     Attributes:
-        metas: what each store's meta.json says.
-        ids: has a length, and takes slices: a memory map, or several.
+        metas: the content of each store's meta.json.
+        ids: a memory map, or several as one `Joined`: it has a length and takes slices.
         ends, lengths: of the texts of a single store; lengths include eos.
         words: see `META_FIELDS`.
     """
@@ -58,7 +58,7 @@ class Tokens:
         self.words = sum(meta["words"] for meta in self.metas)
 
     def __reduce__(self):
-        return Tokens, self.arguments  # a pickled memory map would be a copy
+        return Tokens, self.arguments  # opens the files again: a pickled memory map would be a copy
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -72,18 +72,18 @@ class Tokens:
         return len(self.ends)
 
     def __getitem__(self, text: int) -> np.ndarray:
-        """Return the ids of a text of a store, int64."""
+        """Return the ids of one text as int64; only for a single store."""
         end = self.ends[text]
         return np.array(self.ids[end - self.lengths[text] : end], np.int64)
 
     def fingerprint(self) -> str:
-        """Return the sha256 of all stores, as they were written."""
+        """Return a sha256 made of those that the stores' meta.json files state."""
         sums = " ".join(meta["sha256"] for meta in self.metas)
         return hashlib.sha256(sums.encode()).hexdigest()
 
 
 class Joined:
-    """Vectors, such as memory maps, one after the other without a copy."""
+    """Concatenation of vectors, such as memory maps, without a copy."""
 
     def __init__(self, parts: Sequence[np.ndarray]):
         self.parts = parts
@@ -93,13 +93,13 @@ class Joined:
         return int(self.starts[-1])
 
     def __getitem__(self, span: slice) -> np.ndarray:
-        """Return a piece of the whole, int64."""
+        """Return a slice of the concatenation, int64."""
         first, end, _ = span.indices(len(self))
-        pieces = [np.empty(0, np.int64)]  # an empty slice is possible, and the result is int64
+        pieces = [np.empty(0, np.int64)]  # makes the result int64, also for an empty slice
         first_part = np.searchsorted(self.starts, first, "right") - 1
-        for number in range(first_part, np.searchsorted(self.starts, end)):
-            start = self.starts[number]
-            pieces.append(self.parts[number][max(0, first - start) : end - start])
+        for part in range(first_part, np.searchsorted(self.starts, end)):
+            start = self.starts[part]
+            pieces.append(self.parts[part][max(0, first - start) : end - start])
         return np.concatenate(pieces)
 
 
@@ -109,7 +109,7 @@ def cache_beside(run: str) -> str:
 
 
 def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = False) -> Tokens:
-    """Return the store of a text, `TextFile` or `HubText`, from the cache, or make it."""
+    """Return the token ids of `lines`, a `TextFile` or `HubText`, from the cache; encode them if they are not there."""
     last = Path(lines.name.removesuffix(".gz")).name
     name = "".join(c if c.isalnum() and c.isascii() else "-" for c in last)[:60]
 
@@ -128,7 +128,7 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
             raise ValueError("another sha256 than that of what was written")
         return tokens
 
-    # A tokenizer.json does not name its eos.
+    # eos is listed beside the fingerprint, because a tokenizer.json does not say which token is eos.
     made_from = [FORMAT, lines.fingerprint(), vocabulary.fingerprint, vocabulary.eos, skip_empty]
     return cached(cache_dir, name, made_from, load, make)
 
@@ -136,9 +136,10 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
 def write_store(
     store: Path, texts: Iterable[str], vocabulary: Vocabulary, name: str, **made_from: str
 ) -> dict:
-    """Encode texts, each with eos, into a store, which several processes may do at once; return its meta.json.
+    """Encode texts, each followed by eos, into a store; return the content of its meta.json.
 
-    `name` is that of the texts, for messages; `made_from` are further entries of meta.json. Memory grows by 8 bytes a text.
+    Several processes may write the same store at once. `name` stands for the texts in messages; `made_from` are further
+    entries of meta.json. Memory grows by 8 bytes a text.
     """
     dtype = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
     lengths: list[int] = []
@@ -153,11 +154,11 @@ def write_store(
                 lengths += map(len, rows)
                 marked.update(filter(None, map(vocabulary.marker_in, batch)))
                 words += sum(len(text.split()) + 1 for text in batch)
-                ids = np.array([number for row in rows for number in row], DTYPES[dtype])
+                ids = np.array([token_id for row in rows for token_id in row], DTYPES[dtype])
                 largest = max(largest, int(ids.max()))
                 digest.update(ids)
                 file.write(ids)
-            if sum(lengths) == len(lengths):  # each text is its end alone
+            if sum(lengths) == len(lengths):  # every text is eos alone
                 raise ValueError(f"{name}: no text but empty lines")
     except BaseException:
         with contextlib.suppress(OSError):
@@ -194,7 +195,7 @@ def sums_of(store: Path, meta: dict) -> dict:
 
 
 def read_meta(store: Path) -> dict:
-    """Read the meta.json of a store; it has all `META_FIELDS`."""
+    """Return the content of a store's meta.json; raise ValueError unless it has all `META_FIELDS`."""
     file = store / META
     if not file.is_file():
         raise ValueError(f"{store}: not a finished store of token ids; it has no {META}")
@@ -204,7 +205,7 @@ def read_meta(store: Path) -> dict:
             value = meta[name]
             if type(value) is not field_type or (field_type is int and value < 1):
                 raise ValueError(f"{name} is {value!r}")
-        DTYPES[meta["dtype"]]
+        DTYPES[meta["dtype"]]  # raises KeyError for an unknown dtype
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(
             f"{file}: not the record of a store of token ids ({reason_of(error)})"
@@ -213,7 +214,7 @@ def read_meta(store: Path) -> dict:
 
 
 def _mapped(file: Path, meta: dict) -> np.ndarray:
-    """Map the ids of a store."""
+    """Return the ids of a store as a memory map, after a check of the file's size."""
     dtype = DTYPES[meta["dtype"]]
     size = file.stat().st_size
     if size != meta["tokens"] * dtype.itemsize:

@@ -11,19 +11,20 @@ from moh_vision.language.data.vocabulary import BOS, PAD
 
 
 class ParallelTokens(Dataset):
-    """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
+    """Data set of pairs (source ids, target ids), int64, each with eos. Pairs with an empty side are left out.
 
     Limits count tokens without eos, as when corpora are cleaned after BPE.
 
     Args:
         source, target: stores of one text in two languages.
-        max_length: pairs with more tokens on a side are left out; None: no limit.
-        max_ratio: as are pairs where one side has more than so many times the tokens of the other; None: no limit.
-        share: of the pairs that are left, drawn whatever the run's seed. A larger one includes every smaller one (MAE
-            section 5.2: subsets of 5 to 100 %).
+        max_length: leave out pairs with more tokens on a side; None: no limit.
+        max_ratio: leave out pairs in which one side has more than this many times the tokens of the other, 1.5 in the
+            papers for IWSLT and EN-FR; None: no limit.
+        share: use this share of the remaining pairs. The draw does not depend on the run's seed, and a larger share
+            includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
 
     Attributes:
-        numbers: line of each pair, from 0.
+        lines: index of each pair's line in the text.
         lengths: [n, 2] tokens of source and target, with eos.
         left_out: reason -> number of pairs.
     """
@@ -40,52 +41,52 @@ class ParallelTokens(Dataset):
         self.source = source
         self.target = target
         self.stores = [source, target]
-        words = np.stack([source.lengths, target.lengths], axis=1) - 1
-        shorter = words.min(1)
-        longer = words.max(1)
+        lengths = np.stack([source.lengths, target.lengths], axis=1)  # with eos
+        shorter = lengths.min(1) - 1
+        longer = lengths.max(1) - 1
         if max_length is None:
             max_length = np.inf
-        if not max_ratio:  # 1.5 for the papers' IWSLT and EN-FR
+        if not max_ratio:
             max_ratio = np.inf
         faults = {
             "empty": shorter < 1,
             "too long": longer > max_length,
             "ratio": longer > np.maximum(shorter, 1) * max_ratio,
         }
-        good = np.ones(len(words), bool)
+        good = np.ones(len(lengths), bool)
         self.left_out = {}
         for reason, fault in faults.items():
             self.left_out[reason] = int((fault & good).sum())
             good &= ~fault
-        self.numbers = np.flatnonzero(good)
+        self.lines = np.flatnonzero(good)
         if share < 1:
             rng = np.random.Generator(np.random.PCG64(derive_seed(Stream.SUBSET)))
-            drawn = rng.permutation(self.numbers)[: max(1, round(share * len(self.numbers)))]
-            self.left_out["subset"] = len(self.numbers) - len(drawn)
-            self.numbers = np.sort(drawn)
-        if not len(self.numbers):
+            drawn = rng.permutation(self.lines)[: max(1, round(share * len(self.lines)))]
+            self.left_out["subset"] = len(self.lines) - len(drawn)
+            self.lines = np.sort(drawn)
+        if not len(self.lines):
             raise ValueError(f"no pairs are left: {self.summary()}")
-        self.lengths = words[self.numbers] + 1
+        self.lengths = lengths[self.lines]
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.lines)
 
     def summary(self) -> str:
         """Return one line: how many pairs are used, and why the remaining ones are left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-        text = f"{len(self.numbers)} of {len(self.source)} pairs"
+        text = f"{len(self.lines)} of {len(self.source)} pairs"
         if reasons:
             text += f" (left out: {reasons})"
         return text
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        line = self.numbers[number]
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        line = self.lines[index]
         return self.source[line], self.target[line]
 
     @staticmethod
     def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
-        """Make an int64 dict: input_ids x1..xm eos and attention_mask [B, S], decoder_input_ids bos y1..yn and
-        labels y1..yn eos [B, T], right-padded with PAD, labels with -100."""
+        """Return a dict of int64 tensors: input_ids x1..xm eos and attention_mask [B, S], decoder_input_ids bos y1..yn
+        and labels y1..yn eos [B, T]. Padding is on the right, ids with PAD and labels with -100."""
         sources, targets = zip(*items)
         return dict(
             input_ids=padded(sources, PAD),

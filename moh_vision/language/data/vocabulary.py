@@ -1,8 +1,8 @@
-"""Text to token ids and back, by a tokenizer.json of the package tokenizers: one's own or a foreign one.
+"""Text to token ids and back, by a tokenizer.json of the package tokenizers: one of our own or a foreign one.
 
-One's own is byte-level BPE (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is
-unknown, and decoding restores the text exactly, so raw text can go in and BLEU needs no post-processing. Or it is
-words, split at blanks as in WikiText and numbered by falling frequency, for adaptive softmaxes.
+Our own are of two kinds. Byte-level BPE (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use) knows
+every character and restores the text exactly, so raw text can go in and BLEU needs no post-processing. Words, split at
+blanks as in WikiText and sorted by falling frequency, are for adaptive softmaxes.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked mo
 UNKNOWN = SPECIALS[UNK]
 MAX_BYTES = 1 << 28  # of a tokenizer.json
 MAX_TOKENS = 1 << 24
-FORMAT = "2"  # of caches
-SCHEMES = {  # by the model of a tokenizer.json: our name, and what splits text
+FORMAT = "2"  # version of what caches hold
+SCHEMES = {  # model of a tokenizer.json -> (our name, class of the pre-tokenizer)
     models.BPE: ("bpe", pre_tokenizers.ByteLevel),
     models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit),
 }
@@ -36,8 +36,8 @@ COMPANION = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"  # of transformers before 5: roles that COMPANION may lack
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
-# Of a foreign COMPANION these are not carried over: code, paths of its machine, and what would build a tokenizer that
-# encodes otherwise than its tokenizer.json, which is what training reads.
+# Keys of a foreign COMPANION that are not carried over: code, paths on another machine, and options with which
+# transformers would encode differently from the tokenizer.json, which training reads.
 NOT_CARRIED = (
     *("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "merges_file"),
     *("special_tokens_map_file", "is_local", "backend", "post_processor"),
@@ -45,7 +45,7 @@ NOT_CARRIED = (
 )
 # Our texts have no bos: eos stands before the first token too.
 OWN_ROLES = dict(eos_token=SPECIALS[EOS], bos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
-# Of foreign tokenizers without a tokenizer_config.json: the names in LLaMA, GPT-2 and their successors.
+# Names of tokens in LLaMA, GPT-2 and their successors, for foreign tokenizers without a tokenizer_config.json.
 USUAL_ROLES = {
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
@@ -54,15 +54,20 @@ USUAL_ROLES = {
 
 
 class Vocabulary:
-    """A tokenizer.json: its bytes, its name for messages and, if it may be `foreign`, its `companion`: what its
-    tokenizer_config.json and the other files beside it say.
+    """Encodes and decodes text by a tokenizer.json.
+
+    Args:
+        data: the bytes of the tokenizer.json.
+        where: names it in messages.
+        companion: content of the tokenizer_config.json and the other files beside a foreign tokenizer.json.
+        foreign: whether the tokenizer.json may be one that this package did not write.
 
     Attributes:
         scheme: "bpe", "word" or "foreign".
-        specials: ids below this are special in our own: 4, or 5 with a mask.
+        specials: number of special ids, which come first: 4, or 5 with a mask; 0 if foreign.
         bos, eos, pad: ids; bos and pad may be None.
-        markers: pattern of a foreign one's special tokens; None: it has none, or it is our own.
-        companion: of a foreign one what is carried over into the tokenizer_config.json of every folder that has it.
+        markers: pattern that finds special tokens in a text; None: a foreign one has none, or it is our own.
+        companion: what `save` writes into tokenizer_config.json of a foreign one; {} for our own.
         fingerprint: sha256 of tokenizer.json, kept in checkpoints.
     """
 
@@ -74,17 +79,17 @@ class Vocabulary:
         self.fingerprint = hashlib.sha256(data).hexdigest()
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
-            numbers = self._tokenizer.get_vocab(with_added_tokens=True)
+            token_ids = self._tokenizer.get_vocab(with_added_tokens=True)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # panics of the package tokenizers are no Exception
+        except BaseException as error:  # a panic of the package tokenizers is not an Exception
             raise ValueError(f"{where}: not a tokenizer.json ({reason_of(error)})") from None
-        self._size = max(numbers.values(), default=-1) + 1
+        self._size = max(token_ids.values(), default=-1) + 1
         if self._size > MAX_TOKENS:
             raise ValueError(
                 f"{where}: a token has the number {self._size - 1}; allowed are {MAX_TOKENS} tokens"
             )
-        reason = _why_foreign(self._tokenizer, numbers)
+        reason = _why_foreign(self._tokenizer, token_ids)
         if reason and not foreign:
             raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})")
         if reason:
@@ -92,33 +97,33 @@ class Vocabulary:
             self.lowercase = False
             self.specials = 0
             self.companion = companion or {}
-            self.roles = _roles(self.companion, numbers, where)
+            self.roles = _roles(self.companion, token_ids, where)
             self.markers = _markers(self._tokenizer)
         else:
             self.scheme, _ = SCHEMES[type(self._tokenizer.model)]
             self.lowercase = self._tokenizer.normalizer is not None
             self.specials = MASK
-            if numbers.get(SPECIALS[MASK]) == MASK:
+            if token_ids.get(SPECIALS[MASK]) == MASK:
                 self.specials += 1
             self.companion = {}
             self.roles = OWN_ROLES
             self.markers = None
-        self.eos = numbers.get(self.roles.get("eos_token"))
-        self.bos = numbers.get(self.roles.get("bos_token"))
-        self.pad = numbers.get(self.roles.get("pad_token"))
-        self._tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
+        self.eos = token_ids.get(self.roles.get("eos_token"))
+        self.bos = token_ids.get(self.roles.get("bos_token"))
+        self.pad = token_ids.get(self.roles.get("pad_token"))
+        self._tokenizer.encode_special_tokens = True  # a special token written in a text is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
 
     @classmethod
     def load(cls, path: Path, foreign: bool = False) -> Self:
-        """Read a tokenizer.json; `foreign`: of any tokenizer."""
+        """Read a tokenizer.json; `foreign`: also one that this package did not write."""
         companion = _companion(path) if foreign else None
         return cls(_read(path), str(path), companion, foreign)
 
     def save(self, path: Path, padding_side: str = "right") -> None:
-        """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs.
+        """Write the tokenizer.json, unchanged, and the tokenizer_config.json that AutoTokenizer needs.
 
         Batches are padded on `padding_side`, unless a foreign tokenizer says where.
         """
@@ -139,25 +144,28 @@ class Vocabulary:
     def __reduce__(self):
         return Vocabulary, (self.data, self.where, self.companion, True)
 
-    def token(self, number: int) -> str:
+    def token(self, token_id: int) -> str:
         """Return a token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
-        return self._tokenizer.id_to_token(number) or f"<{number}>"
+        return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as the tokenizer does, with LLaMA's bos, but without eos. Special tokens in them are text."""
+        """Encode texts as the tokenizer does (LLaMA's adds bos), but without eos.
+
+        Special tokens that are written in a text are encoded as text.
+        """
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self._ends_with_eos:
             return [ids[:-1] for ids in rows]
-        if self.scheme == "word":  # a word "</s>" stands in the vocabulary under its own name
+        if self.scheme == "word":  # a word "</s>" in the text would get the id of the special token
             return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
         return rows
 
     def marker_in(self, text: str) -> str | None:
-        """Return the first of `markers` that stands in a text; None without one."""
+        """Return the first special token (see `markers`) that is written in a text; None if there is none."""
         if self.markers is None:
             return None
         found = self.markers.search(text)
-        return found and found[0]
+        return None if found is None else found[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text, on one line, without special tokens but "<unk>"."""
@@ -175,13 +183,14 @@ def train_vocabulary(
     """Train a vocabulary of byte pairs, or without `merges` of words.
 
     Args:
-        texts: what it is trained on, each once.
-        merges: byte-level BPE has special tokens, 256 bytes and at most so many tokens, fewer if no pair comes twice.
-        words: words are numbered by frequency, then alphabet; those beyond the first so many are unknown. None: all.
+        texts: training texts; iterated once.
+        merges: byte-level BPE has the special tokens, 256 bytes and at most this many merged tokens, fewer if no further
+            pair occurs twice.
+        words: keep this many words, sorted by frequency, then alphabetically; further ones are unknown. None: keep all.
         lowercase: turn all text to lower case.
-        mask: <mask> is special too. <unk> never is, because WikiText has it in its text.
+        mask: add the special token <mask>. (<unk> is not special, because it is a word of WikiText's text.)
     """
-    specials = list(SPECIALS[: MASK + mask])
+    specials = list(SPECIALS if mask else SPECIALS[:MASK])
     if merges is not None:
         tokenizer, trainer = _untrained_bpe(specials, merges)
         texts = (text.replace(UNKNOWN, " ") for text in texts)
@@ -195,7 +204,7 @@ def train_vocabulary(
     content = json.loads(tokenizer.to_str())
     if merges is not None:
         content["added_tokens"][UNK].update(special=False, lstrip=True)
-    else:  # a word as others
+    else:  # <unk> is a word like any other
         del content["added_tokens"][UNK]
     data = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return Vocabulary(data.encode(), "the new vocabulary")
@@ -204,7 +213,8 @@ def train_vocabulary(
 def _untrained_bpe(specials: list[str], merges: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
+    # Encoding drops the blank before "<unk>", a word of WikiText's text, and adds a blank before the text. Decoding
+    # undoes both.
     steps = [
         decoders.Replace(UNKNOWN, f" {UNKNOWN}"),
         decoders.ByteLevel(),
@@ -259,10 +269,10 @@ def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Cal
 
     Args:
         cache_dir: where the folder is.
-        name: its name begins with.
-        made_from: what the content follows from; anything else has another folder.
+        name: beginning of the folder's name.
+        made_from: all that determines the content; a hash of it ends the folder's name.
         load: returns the content of a folder.
-        make: writes it.
+        make: writes the content into a folder.
     """
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     folder = Path(cache_dir, f"{name}.{key}")
@@ -277,31 +287,32 @@ def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Cal
 
 
 def find_tokenizer(option: str, path: Path) -> Path:
-    """Return the tokenizer.json of a path that an option named: the file, or in that folder."""
+    """Return the tokenizer.json at `path`, which is the file or its folder; `option` is for messages."""
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{option} {path}: no such file, or a folder without {TOKENIZER}")
     return file
 
 
-def _why_foreign(tokenizer: Tokenizer, numbers: dict[str, int]) -> str:
-    """Return why a tokenizer is not one of our own; empty if it is."""
-    tokens = sorted(numbers, key=numbers.__getitem__)
+def _why_foreign(tokenizer: Tokenizer, token_ids: dict[str, int]) -> str:
+    """Return why a tokenizer is not one of our own; "" if it is."""
+    tokens = sorted(token_ids, key=token_ids.__getitem__)
     if type(tokenizer.model) not in SCHEMES:
         return f"its model is {type(tokenizer.model).__name__}, allowed are BPE and WordLevel"
     if tuple(tokens[:MASK]) != SPECIALS[:MASK]:
         return f"its first tokens are {', '.join(map(repr, tokens[:MASK]))}, not {', '.join(SPECIALS[:MASK])}"
-    if [numbers[token] for token in tokens] != list(range(len(tokens))):
+    if [token_ids[token] for token in tokens] != list(range(len(tokens))):
         return "its tokens are not numbered from 0 on, each once"
-    normal = tokenizer.normalizer is None or isinstance(tokenizer.normalizer, normalizers.Lowercase)
+    normalizer = tokenizer.normalizer
+    knows_normalizer = normalizer is None or isinstance(normalizer, normalizers.Lowercase)
     _, splitter = SCHEMES[type(tokenizer.model)]
-    if not normal or not isinstance(tokenizer.pre_tokenizer, splitter):
+    if not knows_normalizer or not isinstance(tokenizer.pre_tokenizer, splitter):
         return "its normalizer or pre_tokenizer is another one"
     return ""
 
 
 def _markers(tokenizer: Tokenizer) -> re.Pattern | None:
-    """Return a pattern of a foreign tokenizer's special tokens: markers, as of a chat, that text means as tokens."""
+    """Return a pattern of a foreign tokenizer's special tokens, such as the markers of a chat; None if it has none."""
     added = tokenizer.get_added_tokens_decoder().values()
     special = [re.escape(token.content) for token in added if token.special]
     if not special:
@@ -317,7 +328,7 @@ def _read(path: Path) -> bytes:
 
 
 def _companion(path: Path) -> dict:
-    """Read what the files beside a tokenizer.json say of it, as one tokenizer_config.json; empty without them."""
+    """Merge the files beside a tokenizer.json into the content of one tokenizer_config.json; {} if there are none."""
     folder = Path(path).parent
     content = _json_beside(folder / SPECIAL_MAP) | _json_beside(folder / COMPANION)
     templates = {"default": folder / CHAT_TEMPLATE}
@@ -335,7 +346,7 @@ def _companion(path: Path) -> dict:
 
 
 def _json_beside(file: Path) -> dict:
-    """Read the keys and values of a JSON file; empty without one."""
+    """Return the keys and values of a JSON file; {} if there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -347,8 +358,8 @@ def _json_beside(file: Path) -> dict:
     return content
 
 
-def _roles(companion: dict, numbers: dict[str, int], where: str) -> dict[str, str]:
-    """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
+def _roles(companion: dict, token_ids: dict[str, int], where: str) -> dict[str, str]:
+    """Return role -> token of a foreign tokenizer: as its tokenizer_config.json names them, else by the usual names."""
     named = {}
     for role in USUAL_ROLES:
         token = companion.get(role)
@@ -360,10 +371,10 @@ def _roles(companion: dict, numbers: dict[str, int], where: str) -> dict[str, st
     for role, usual in USUAL_ROLES.items():
         if role in named:
             candidates = [named[role]]
-        elif named:  # it names others, so this role has no token
+        elif named:  # the file names other roles, so this one has no token
             candidates = []
         else:
-            candidates = [name for name in usual if name in numbers]
+            candidates = [name for name in usual if name in token_ids]
         if not candidates:
             continue
         if len(candidates) > 1:
@@ -371,7 +382,7 @@ def _roles(companion: dict, numbers: dict[str, int], where: str) -> dict[str, st
                 f"{where}: {role} may be {' or '.join(candidates)}; put a {COMPANION} beside it that says which"
             )
         token = candidates[0]
-        if token not in numbers:
+        if token not in token_ids:
             raise ValueError(
                 f"{where}: it has no token {token!r}, which its {COMPANION} names as {role}"
             )

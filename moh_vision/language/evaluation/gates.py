@@ -21,26 +21,26 @@ from moh_vision.language.data.vocabulary import Vocabulary
 
 
 class GateStatistics:
-    """Add up the gates of some layers that read the same tokens.
+    """Accumulates statistics of the gates of several layers that read the same tokens.
 
-    A gate is a distribution over experts, for a token, or for a sequence (MAE, unless causal). It
-    attributes this to its k most probable experts, as the router does; MAE, which mixes all, to one.
+    A gate is a distribution over experts, for a token or (MAE, unless causal) for a sequence. The token or sequence is
+    attributed to the k most probable experts, which the router runs; with MAE, which mixes all experts, to one.
     """
 
     def __init__(self, gates: Sequence[tuple[int, int]], vocab_size: int):
-        """Start with (E, k) of each layer, see `gate_of`, and V, which is above all ids."""
+        """Start from zero. `gates`: (E, k) of each layer, see `gate_of`; `vocab_size`: V, above all ids."""
         self.experts, self.attributed = zip(*gates)
         self.entropies = torch.zeros(len(gates), dtype=torch.float64)  # [layers], sums in nats
-        self.gates = torch.zeros(len(gates), dtype=torch.float64)  # their counts
-        # Attributions to each expert, by layer.
+        self.gates = torch.zeros(len(gates), dtype=torch.float64)  # [layers], number of gates
+        # Number of attributions to each expert, for each layer.
         self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]
-        # Attributions of tokens to the first layer's experts, as in the papers: [V, E].
+        # Number of attributions of each token to the first layer's experts, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
     def update(
         self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None
     ) -> None:
-        """Add a batch: statistics of those layers, ids [B, N], and a mask, True at padding."""
+        """Add a batch: the layers' statistics, ids [B, N], and a mask [B, N], True at padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
         real = torch.ones_like(tokens, dtype=torch.bool)  # [B, N]
@@ -61,7 +61,7 @@ class GateStatistics:
                 self.tokens.index_add_(0, tokens[real], rows.double())
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Replace the sums of this process by those of all."""
+        """Sum the statistics over all processes, in place."""
         self.entropies = sum_over_processes(self.entropies)
         self.gates = sum_over_processes(self.gates)
         self.loads = [sum_over_processes(load) for load in self.loads]
@@ -78,15 +78,16 @@ class GateStatistics:
     def pmi(self) -> Tensor:
         """Return log p(token, expert) / (p(token) p(expert)) of the first layer: [V, E].
 
-        -inf: the two never met; nan: one never came. (Zhang 2022 prints no logarithm.)
+        -inf: the token never went to the expert; nan: one of the two never occurs. (Zhang 2022 prints no logarithm.)
         """
         joint = self.tokens
         return (joint * joint.sum() / (joint.sum(1, keepdim=True) * joint.sum(0))).log()
 
     def top_tokens(self, count: int = 5, min_count: int = 5) -> list[list[int]]:
-        """Return ids of tokens of largest PMI with each expert; of equals the more frequent.
+        """Return, for each expert, the ids of the tokens with the largest PMI; on ties the more frequent ones.
 
-        Rare ones are left out: what came once is perfectly indicative by chance.
+        Tokens that occur less than `min_count` times are left out: a token that occurs once is perfectly indicative by
+        chance.
         """
         frequency = self.tokens.sum(1) / self.attributed[0]  # [V]
         pmi = self.pmi().where((frequency >= max(min_count, 1))[:, None], -torch.inf)
@@ -99,10 +100,10 @@ class GateStatistics:
 
 
 class GateReading(NamedTuple):
-    """Statistics of a text for gates of one stack that read the same tokens."""
+    """Statistics of the gates of one stack that read the same text."""
 
     stack: str  # "encoder", "decoder", or "model" where there is no encoder
-    text: str  # what they read: "source", "target", or "text" where nothing is translated
+    text: str  # what the gates read: "source", "target", or "text" where nothing is translated
     layers: dict[int, str]  # index in the list of all layers' statistics -> name
     statistics: GateStatistics
     vocabulary: Vocabulary
@@ -116,10 +117,11 @@ def read_gates(
     vocabularies: Sequence[Vocabulary],
     accelerator,
 ) -> dict:
-    """Read the gates on this process's share of a data set; return RUN/gates.json but its split, of all processes.
+    """Run the model on this process's share of a data set; return the content of RUN/gates.json but its split.
 
-    Columns are by part and text, tokens by layer. mean_entropy is by part; Peng 2020, section 5.1, has that of the
-    encoder alone. All are empty for a model without gates. Leaves the model in eval mode.
+    Statistics are over all processes. Columns are by stack and text, tokens by layer, and mean_entropy by stack (Peng
+    2020, section 5.1, gives the encoder's alone). All are empty for a model without gates. The model is left in eval
+    mode.
     """
     readings = gated_layers(model, vocabularies)
     model.eval()
@@ -151,8 +153,8 @@ def read_gates(
                 )
             )
         tokens[names[0]] = [
-            [readable(reading.vocabulary, number) for number in numbers]
-            for numbers in counted.top_tokens()
+            [readable(reading.vocabulary, token_id) for token_id in ids]
+            for ids in counted.top_tokens()
         ]
     mean = {stack: statistics.mean(values) for stack, values in entropies.items()}
     return dict(columns=columns, mean_entropy=mean, layers=layers, tokens=tokens)
@@ -174,7 +176,7 @@ def _count(readings: list[GateReading], model: nn.Module, batch: dict, accelerat
 
 
 def gate_text(record: dict, title: str) -> str:
-    """Return Markdown of a result of `read_gates`: entropy, load and tokens."""
+    """Return the result of `read_gates` as Markdown: entropy, load and tokens."""
     paragraphs = [title]
     for (stack, text), group in itertools.groupby(
         record["layers"], lambda layer: (layer["part"], layer["reads"])
@@ -192,7 +194,7 @@ def gate_text(record: dict, title: str) -> str:
 
 
 def gate_table(layers: Sequence[dict]) -> str:
-    """Return Markdown: entropy and load of every layer, by its name, and the mean entropy."""
+    """Return a Markdown table of every layer's entropy and load, and the mean entropy."""
     most = max(layer["experts"] for layer in layers)
     lines = [
         "| layer | entropy, nats | uniform | "
@@ -213,7 +215,7 @@ def gate_table(layers: Sequence[dict]) -> str:
 
 
 def token_table(top: Sequence[Sequence[str]]) -> str:
-    """Return Markdown: indicative tokens, a column an expert (Peng 2020, table 6)."""
+    """Return a Markdown table of indicative tokens, with a column for each expert (Peng 2020, table 6)."""
     lines = [
         "| " + " | ".join(f"expert {i + 1}" for i in range(len(top))) + " |",
         "|" + "---|" * len(top),
@@ -224,9 +226,9 @@ def token_table(top: Sequence[Sequence[str]]) -> str:
 
 
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[GateReading]:
-    """Return the layers that use a gate, by part and by the text that it reads, without counts.
+    """Return an empty `GateReading` for each stack and each text that gates of the stack read.
 
-    The encoder is its own part: Peng 2020, section 5.1, looks at encoders alone.
+    Encoder and decoder are separate stacks, because Peng 2020, section 5.1, looks at encoders alone.
     """
     translates = hasattr(model, "encoder")
     named = [
@@ -268,7 +270,7 @@ def _has_gate(layer: HeadMixtureAttention) -> bool:
 
 
 def gate_of(layer: HeadMixtureAttention) -> tuple[int, int]:
-    """Return (E, k) of a layer for `GateStatistics`."""
+    """Return (E, k) of a layer for `GateStatistics`: the experts, and to how many of them a token is attributed."""
     if layer.router.all_heads:
         return len(layer.router.members), 1
     return layer.budget.candidates, layer.budget.routed
@@ -277,9 +279,9 @@ def gate_of(layer: HeadMixtureAttention) -> tuple[int, int]:
 def columns_of(
     layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttention], sequence: str
 ) -> str:
-    """Return a sentence on the columns E1, E2, ... of a layer's gate.
+    """Return a sentence that explains the columns E1, E2, ... of a layer's gate.
 
-    `layers` are all of its reading, and `sequence` is what a row of the model's input is called.
+    `layers` are all layers of the reading, and `sequence` is what a row of the model's input is called.
     """
     router = layer.router
     unit = "token"
@@ -308,11 +310,12 @@ def span(numbers: Sequence[int]) -> str:
     return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
 
 
-def readable(vocabulary: Vocabulary, number: int) -> str:
-    """Return a token as text; a leading blank (BPE: G with a dot) is _."""
-    token = vocabulary.token(number)
-    text = vocabulary.decode([number])
-    if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character
+def readable(vocabulary: Vocabulary, token_id: int) -> str:
+    """Return a token as text, with _ for a leading blank (in BPE, G with a dot)."""
+    token = vocabulary.token(token_id)
+    text = vocabulary.decode([token_id])
+    # A special token, a blank, or bytes that are no whole character.
+    if not text or "\ufffd" in text:
         return token
     if vocabulary.scheme == "bpe" and token.startswith("\u0120"):
         return "_" + text

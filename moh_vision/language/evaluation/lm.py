@@ -30,7 +30,7 @@ from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite
 from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# The harness' own.
+# The harness' defaults.
 SEEDS = dict(
     random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234
 )
@@ -73,7 +73,7 @@ def options(add: Callable) -> None:
 
 
 def check(options: Namespace) -> None:
-    """Refuse options that do not belong together, before anything is loaded."""
+    """Raise ValueError for wrong options, or options that do not go together, before anything is loaded."""
     if options.tasks is None:
         raise ValueError("give --tasks NAMES or --list")
     if options.model is None:
@@ -101,7 +101,7 @@ def check(options: Namespace) -> None:
 
 
 def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
-    """Score the tasks; return what --out gets, and lines to print, on the main process."""
+    """Score the tasks; return what --out gets and lines to print, which only the main process has in full."""
     from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
@@ -109,7 +109,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     from lm_eval import utils
 
-    with accelerator.main_process_first():  # the others find the data sets fetched
+    with accelerator.main_process_first():  # it fetches the data sets for all
         tasks, manager = load_tasks(rows, options.include_path)
     if 1 <= (options.limit or math.inf) < accelerator.num_processes:
         processes = f"fewer questions than processes ({accelerator.num_processes})"
@@ -143,7 +143,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     scores, lines = _report(options, items, scored, circumstances)
     for row, result in scored:
         if row["metric"] is None:
-            # A group's table leaves out the tasks inside.
+            # Of a group, print a table without its tasks.
             column = "groups" if result.get("groups") else "results"
             lines.append(utils.make_table(result, column))
     return scores, lines
@@ -152,7 +152,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
 def _report(
     options: Namespace, items: list[str], scored: list[tuple[dict, dict]], circumstances: dict
 ) -> tuple[dict, list[str]]:
-    """Return what --out gets, and lines on the suites, from the rows of `evaluate_rows` and the facts of `load_model`."""
+    """Return what --out gets and lines about the suites, from what `evaluate_rows` and `load_model` return."""
     lines = []
     if options.head_load:
         lines.append(f"head load: {options.head_load}")
@@ -180,11 +180,12 @@ def _report(
 
 
 def _not_counted(row: int) -> contextlib.AbstractContextManager:
+    """Do nothing, in place of `counted`."""
     return contextlib.nullcontext()
 
 
 def _suites(items: Sequence[str], scored: list[tuple[dict, dict]]) -> dict[str, dict]:
-    """Return average and values of each suite among `items`; empty where nothing was scored."""
+    """Return average and values of each suite among `items`; {} on a process that has no scores."""
     if not scored:
         return {}
     values = {(row["title"], *row["tasks"]): row["value"] for row, _ in scored}
@@ -197,7 +198,7 @@ def _suites(items: Sequence[str], scored: list[tuple[dict, dict]]) -> dict[str, 
 
 
 def score(options: Namespace, accelerator) -> None:
-    """Score a model, write --out and print the scores; every process calls it."""
+    """Score a model, write --out and print the scores. Collective: every process must call it."""
     scores, lines = _tasks(options, accelerator)
     if not accelerator.is_main_process:
         return
@@ -219,7 +220,7 @@ def work(options: Namespace) -> None:
 
 
 def plan(items: Sequence[str], shots: int | None) -> list[Row]:
-    """List what to score, each (task, shots) once: suites, or tasks of the harness with `shots` (None: their own)."""
+    """Return the rows to score, each once: those of suites, and tasks of the harness with `shots` (None: their own)."""
     rows: list[Row] = []
     for item in items:
         if item.startswith("moh-") and item not in SUITES:
@@ -262,15 +263,16 @@ def load_tasks(
     manager = None
     if include_path:
         manager = tasks.TaskManager(include_path=include_path, include_defaults=False)
-    if manager is None or not {task for _, task in pairs} <= {*manager.all_subtasks}:
-        manager = tasks.TaskManager(include_path=include_path)  # reads 14,000 files
+    wanted = {task for _, task in pairs}
+    if manager is None or not wanted <= {*manager.all_subtasks}:
+        manager = tasks.TaskManager(include_path=include_path)  # slow: reads 14,000 files
     for _, task in pairs:
         if task not in manager.all_tasks:
             raise ValueError(unknown_name(task, manager.all_tasks))
     opened: dict[Row, list] = {row: [] for row in rows}
     for row, task in pairs:
         try:
-            loaded = manager.load([task])  # per row: it keeps its shots
+            loaded = manager.load([task])  # once per row, because a task keeps the row's shots
         except Exception as error:  # of the hub's client, a data builder or a task's own code
             data = (manager.task_index[task].cfg or {}).get("dataset_path", "one of several")
             raise ValueError(
@@ -285,16 +287,19 @@ def load_tasks(
 
 
 def harness_model(model: nn.Module, tokenizer, batch_size: int | str, accelerator):
-    """Wrap a causal language model on its device for the harness; the processes of `accelerator` share the questions."""
+    """Wrap a causal language model, which is on its device, for the harness.
+
+    The processes of `accelerator` share the questions.
+    """
     from lm_eval.models.huggingface import HFLM
 
     logger = logging.getLogger("lm_eval")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of a model that is loaded already
+    logger.setLevel(logging.ERROR)  # HFLM would warn that the model is loaded already
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     logger.setLevel(level)
     if accelerator.num_processes > 1:
-        # HFLM does so itself only when it loads the model, and only on GPUs.
+        # HFLM sets these itself only if it loads the model, and only on GPUs.
         wrapped.accelerator = accelerator
         wrapped._rank = accelerator.process_index
         wrapped._world_size = accelerator.num_processes
@@ -307,23 +312,30 @@ def evaluate_rows(
     counting: Callable[[int], contextlib.AbstractContextManager],
     **options,
 ) -> list[tuple[dict, dict]]:
-    """Score a model of `harness_model`; every process calls it. `options` are those of `lm_eval.simple_evaluate`.
+    """Score a model of `harness_model`. Collective: every process must call it.
 
-    Returns (row, the harness' result) of each row on the main process, else nothing. A row has title, tasks, shots,
-    metric, value in percent (None: not a number), metrics of each task, and samples: task -> questions scored. It is
-    scored inside `counting(its number)`.
+    Args:
+        tasks: row -> the harness' tasks and groups, of `load_tasks`.
+        harness: of `harness_model`.
+        counting: returns a context manager for the index of a row, in which the row is scored.
+        **options: of `lm_eval.simple_evaluate`.
+
+    Returns:
+        (record, the harness' result) of each row; on other processes than the main one []. A record has title, tasks,
+        shots, metric, value in percent (None: not a number), metrics of each task, and samples: task -> questions
+        scored.
     """
     from lm_eval import simple_evaluate
 
     scored = []
-    for number, (row, objects) in enumerate(tasks.items()):
+    for row_index, (row, objects) in enumerate(tasks.items()):
         shots = None if row.shots < 0 else row.shots
-        with counting(number):
+        with counting(row_index):
             result = simple_evaluate(
                 model=harness,
                 tasks=objects,
                 num_fewshot=shots,
-                bootstrap_iters=1000,  # of errors only those of perplexities are drawn
+                bootstrap_iters=1000,  # used for the standard errors of perplexities alone
                 log_samples=False,
                 **SEEDS,
                 **options,
@@ -350,7 +362,7 @@ def evaluate_rows(
 
 
 def _numbers(values: dict) -> dict[str, float]:
-    """Keep the finite numbers among a task's results, without its name and N/A."""
+    """Return the finite metrics among a task's results, which also hold the task's name and "N/A"."""
     numbers = {}
     for name, value in values.items():
         if "," in name and isinstance(value, (int, float)) and math.isfinite(value):

@@ -1,6 +1,6 @@
 """Load causal language models and their tokenizers for `moh_vision.language.evaluation.lm`.
 
-It needs the packages of the extra "text".
+This module needs the packages of the extra "text".
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TOKENIZERS = (
     "vocab.json",
     "vocab.txt",
 )
-MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a small evaluation
+MOST_HASHED = 4 << 30  # bytes of weights; hashing more would take as long as a small evaluation
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
@@ -43,7 +43,7 @@ def load_tokenizer(folder: str):
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # tokenizers raises Exception itself
+    except Exception as error:  # the package tokenizers raises plain Exception
         raise ValueError(f"{folder}: its tokenizer cannot be read: {reason_of(error)}") from None
     if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
         raise ValueError(
@@ -70,7 +70,8 @@ def load_model(
         raise ValueError(f"--model {folder}: no config.json; {expected}")
     try:
         code = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map", {})
-        if "AutoModelForCausalLM" in code and not released:  # would run all heads
+        # transformers would ignore this code and run all heads.
+        if "AutoModelForCausalLM" in code and not released:
             raise ValueError(
                 "its config.json has an auto_map to code of its own, which is not run; --moh-llama3 reads the released MoH-LLaMA3-8B, "
                 "and without that entry it is what its model_type says"
@@ -100,7 +101,7 @@ def load_model(
 
 
 def _described_weights(folder: Path) -> dict[str, dict]:
-    """Return size and SHA-256 of each file of weights; no SHA-256 of more than `MOST_HASHED` bytes."""
+    """Return size and SHA-256 of each file of weights; SHA-256 is None if all together exceed `MOST_HASHED` bytes."""
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
     hashes = sum(file.stat().st_size for file in files) <= MOST_HASHED
     described = {}
@@ -112,25 +113,27 @@ def _described_weights(folder: Path) -> dict[str, dict]:
 
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
-    """Add the heads that run in a model's forwards to one group of `load`, padding included."""
+    """Inside the context, add the heads that run in a model's forwards to one group of `load`, padding included."""
 
     def ask(layer: nn.Module, args: tuple, kwargs: dict):
-        """Give a layer a list for its statistics, where its call takes one."""
+        """Pass a `RoutedAttention` a list for its statistics; other layers return theirs."""
         if not isinstance(layer, RoutedAttention):
             return None
-        # It appends its statistics where as many entries are as layers before it.
+        # Layer i appends its statistics only to a list of i entries.
         return args, dict(kwargs, stats=[None] * layer.layer_idx)
 
-    def add(number: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
-        """Count the heads of layer `number`."""
+    def add(layer_index: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        """Add the heads of layer `layer_index` to the load."""
         if isinstance(layer, RoutedAttention):
             stats = kwargs["stats"][-1]
         else:
             stats = output[1]
-        load.add([stats], group, first=number)
+        load.add([stats], group, first=layer_index)
 
     with contextlib.ExitStack() as hooks:
-        for number, layer in enumerate(attention_layers(model)):
+        for layer_index, layer in enumerate(attention_layers(model)):
             hooks.enter_context(layer.register_forward_pre_hook(ask, with_kwargs=True))
-            hooks.enter_context(layer.register_forward_hook(partial(add, number), with_kwargs=True))
+            hooks.enter_context(
+                layer.register_forward_hook(partial(add, layer_index), with_kwargs=True)
+            )
         yield

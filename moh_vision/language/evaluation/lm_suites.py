@@ -20,12 +20,12 @@ from moh_vision.models.describe import aligned
 
 
 class Row(NamedTuple):
-    """A column of the paper's table; of several tasks the mean counts."""
+    """A column of the paper's table; its value is the mean over its tasks."""
 
-    title: str  # the paper's
+    title: str  # in the paper
     shots: int  # examples before each question; -1: the task's own number
-    metric: str  # of the harness, "acc,none" (its filter behind the comma)
-    tasks: tuple[str, ...]  # of the harness
+    metric: str  # in the harness, such as "acc,none": behind the comma is the filter
+    tasks: tuple[str, ...]  # in the harness
 
 
 class Suite(NamedTuple):
@@ -37,7 +37,7 @@ class Suite(NamedTuple):
 
     @property
     def averages(self) -> dict[str, float]:
-        """Name of a model -> the average that the paper prints, which rounds halves up."""
+        """Return name of a model -> its average as in the paper, which rounds halves up."""
         return {
             name: round(sum(values) / len(values) + 1e-9, 1) for name, values in self.paper.items()
         }
@@ -103,9 +103,9 @@ def average(values: Sequence[float | None]) -> float | None:
 
 
 def suite_table(name: str, values: Sequence[float | None] | None = None) -> str:
-    """Format a suite beside the paper's numbers: a line a task, then the average.
+    """Format the scores of a suite beside the paper's: a line for each row, then the average.
 
-    `values` are percent in the order of its rows; None: no model was scored.
+    `values` are percent in the order of the suite's rows; None: no model was scored.
     """
     suite = SUITES[name]
     header = ["task", "shots", "metric"]

@@ -19,8 +19,8 @@ def perplexity(
     """Measure the perplexity of all processes' labelled tokens.
 
     Args:
-        losses: turns a batch on the device into negative log-likelihoods [B, T], aligned with its labels [B, T]; labels
-            of context and padding are -100.
+        losses: function of a batch on the device that returns negative log-likelihoods [B, T], aligned with the labels
+            [B, T] of the batch. Labels of context and padding are -100.
         batches: this process's share of the data.
         device: where `losses` runs.
         reduce: sums a tensor over processes.
@@ -46,7 +46,7 @@ def perplexity(
 
 
 def summary(scores: dict) -> str:
-    """Return one line of what `perplexity` found."""
+    """Return one line with the scores of `perplexity`."""
     return f"perplexity {scores['perplexity']:.2f}, loss {scores['loss']:.4f}, {scores['tokens']} tokens"
 
 
@@ -60,7 +60,10 @@ def exp(nats: float) -> float:
 def routed_losses(
     model: nn.Module, accelerator, on_routing: Callable[[list[RoutingStats]], None] | None = None
 ) -> Callable[[dict], Tensor]:
-    """Make `losses` of `perplexity` for a model of ours, set to eval mode. on_routing gets every batch's statistics."""
+    """Return the argument `losses` of `perplexity` for a model of ours, which is set to eval mode.
+
+    `on_routing` is called with the statistics of every batch.
+    """
     model.eval()
 
     def losses(batch: dict) -> Tensor:

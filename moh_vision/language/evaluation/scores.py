@@ -39,18 +39,20 @@ from moh_vision.models.head_load import FILE, HeadLoad
 
 AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
-LOOKED_AT = 1000  # lines whose words are looked at before training
+LOOKED_AT = 1000  # lines that `notes_on_scores` reads before training
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
 def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[..., dict]:
     """Return a function (data set, title, on_routing) -> loss and perplexity of the present weights over all processes.
-    on_routing: see `routed_losses`."""
+
+    `on_routing`: see `routed_losses`.
+    """
 
     def evaluate(
         dataset, title: str, on_routing: Callable[[list[RoutingStats]], None] | None = None
     ) -> dict:
-        # Unwrapped: what wraps the model would wait for processes with fewer batches.
+        # Unwrapped, because DDP or FSDP would wait for processes that have fewer batches.
         losses = routed_losses(accelerator.unwrap_model(task).model, accelerator, on_routing)
         batches = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
         with whole_weights(task):
@@ -62,7 +64,7 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
 
 
 def notes_on_scores(config, text: TextInputs) -> list[str]:
-    """Return lines on what the final scores count, by the first lines of what is scored.
+    """Return warnings about what the final scores count, from the first lines of the text to score.
 
     Raises:
         ValueError: BLEU of the target language needs a package that is missing.
@@ -80,10 +82,11 @@ def notes_on_scores(config, text: TextInputs) -> list[str]:
 
 
 def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
-    """Load the weights that are scored at the end; return their file's name, and what else results.json says of them.
+    """Load the weights that are scored at the end; return their file's name and further entries of results.json.
 
-    They are the last weights, with patience the best ones, and with `average` the mean of the last checkpoints, which is
-    written here, if its validation loss is lower. `validate` takes a title. Every process calls it.
+    These are the last weights, or with `patience` the best ones. With `average` above 1 the mean of the last
+    checkpoints is written, and of all these the weights with the lowest validation loss are loaded. `validate` takes a
+    title. Collective: every process must call it.
     """
     config = loop.config
     if config.average > 1:
@@ -95,12 +98,13 @@ def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
 
 
 def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
-    """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
+    """Write the average of the last checkpoints; load the average, last or best weights, by their validation loss."""
     config = loop.config
     loop.accelerator.wait_for_everyone()
     averaged, steps = average_checkpoints(loop.folder, config.average, config.save_every)
     last = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
     validations = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
+    # Broadcast, so that either all processes validate or none.
     last_loss = from_first(lambda: dict(validations).get(loop.done))
     if last_loss is None:
         last_loss = validate("validation of the last weights")["loss"]
@@ -111,18 +115,19 @@ def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> d
     averaged_loss = validate("validation of the average")["loss"]
     losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
     of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
-    said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
+    compared = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
     if config.patience and (loop.folder / BEST).exists():
         losses[BEST] = loop.best.value
-        said.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
-    better = min(losses, key=losses.get)
-    if better == BEST:
+        compared.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
+    chosen = min(losses, key=losses.get)
+    if chosen == BEST:
         load_whole(loop.model, load_file(loop.folder / BEST))
-    elif better != AVERAGED:
+    elif chosen != AVERAGED:
         load_whole(loop.model, last)
-    loop.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
-    found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
-    return dict(weights=better, **found)
+    loop.log.say(f"validation loss: {', '.join(compared)}; the scores are of {chosen}")
+    return dict(
+        weights=chosen, averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps
+    )
 
 
 def average_checkpoints(
@@ -130,8 +135,8 @@ def average_checkpoints(
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Average a run's newest `count` whole checkpoints (Vaswani 2017, section 6.1) in float64; return state and steps.
 
-    Older ones count only at multiples of `every` steps, so a run that was stopped between two saves gives the same
-    weights as one that was not. Counters, such as batch norm's, are the newest's.
+    All but the newest must be at multiples of `every` steps, so a run that was stopped between two saves gives the same
+    weights as one that was not. Integer tensors, such as batch norm's counters, are those of the newest checkpoint.
     """
     whole: dict[int, Path] = {}
     for step, folder in by_age(run / "checkpoints"):
@@ -152,7 +157,9 @@ def average_checkpoints(
 
 
 def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., dict]) -> dict:
-    """Score the model's present weights, which are whole, with `evaluate` of `evaluation_of`; every process calls it.
+    """Score the model's present weights, which must not be sharded. Collective: every process must call it.
+
+    `evaluate` comes from `evaluation_of`.
 
     Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
     the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
@@ -171,11 +178,11 @@ def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., d
         if dataset is None:
             continue
         on_routing = None
-        if counts and dataset is text.val:  # the first of `texts`
+        if counts and dataset is text.val:  # group 0, because it is the first of `texts`
             on_routing = count_in(0)
         scores = evaluate(dataset, title, on_routing)
         results[title] = scores
-        if isinstance(text, CausalInputs):  # to compare byte-pair vocabularies
+        if isinstance(text, CausalInputs):  # comparable between vocabularies
             nats = scores["loss"] * scores["tokens"]
             scores["word_perplexity"] = exp(nats / dataset.tokens.words)
         loop.log.say(f"{title}: {summary(scores)}")
@@ -193,7 +200,7 @@ def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., d
 
 
 def _gate_scores(loop: TrainingLoop, text: TextInputs) -> dict:
-    """Write gates.json and gates.md; return the entropies of the gates, nothing for a model without."""
+    """Write gates.json and gates.md; return the entropies of the gates, {} for a model without gates."""
     split = loop.config.data.val
     batches = text.eval_batches(
         text.val, loop.accelerator.process_index, loop.accelerator.num_processes
@@ -213,9 +220,10 @@ def _gate_scores(loop: TrainingLoop, text: TextInputs) -> dict:
 
 
 def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
-    """Return the scores of translations in each gate mode, and what they are of; "random" is a mean over draws.
+    """Translate the test split, or else the val split, in each gate mode; return BLEU and what it was computed on.
 
-    Writes OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
+    "random" gets the mean over several draws. Writes OUTPUT/translations.txt, a line per scored pair, and for another
+    mode than "soft" OUTPUT/translations.MODE.txt.
     """
     config = loop.config
     pairs = text.test
@@ -224,12 +232,12 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
         pairs = text.val
         split = config.data.val
     references = text.references(split, pairs)
-    cut = pieces_in(references)
-    references = [join_pieces(line, cut) for line in references]
+    piece_sign = pieces_in(references)
+    references = [join_pieces(line, piece_sign) for line in references]
     vocabulary = text.vocabularies[1]
     options = config.generate
     tokenizer = bleu_tokenizer(config.data.target, options.tokenizer)
-    lowercase = vocabulary.lowercase  # signatures do not tell it
+    lowercase = vocabulary.lowercase  # not part of sacrebleu's signature
     scores: dict[str, dict] = {}
     for mode in options.gate_modes:
         title = split
@@ -254,7 +262,7 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
                     loop.log.progress,
                     draw,
                 )
-            lines = [join_pieces(line, cut) for line in lines]
+            lines = [join_pieces(line, piece_sign) for line in lines]
             draws.append(_both_forms(lines, references, tokenizer, options))
             if loop.accelerator.is_main_process and draw == 0:
                 write_whole(loop.folder / file, "".join(line + "\n" for line in lines))
@@ -272,7 +280,7 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
         bleu_split=split,
         bleu_pairs=len(references),
         bleu_lowercase=lowercase,
-        bleu_joined=cut,
+        bleu_joined=piece_sign,
         left_out=pairs.left_out,
     )
 
@@ -289,7 +297,7 @@ def _both_forms(
 
 
 def over_draws(draws: list[dict], form: str) -> dict:
-    """Merge a form of BLEU over draws: the first entry with mean, deviation and all values."""
+    """Merge one form of BLEU over draws: return the first draw's entry with the mean, deviation and all values."""
     values = [draw[form]["bleu"] for draw in draws]
     return dict(
         draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values

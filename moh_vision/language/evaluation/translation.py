@@ -1,7 +1,7 @@
 """Translations of a test set by beam search, over processes, and their BLEU.
 
-BLEU is sacrebleu's definition, and the form of the MAE and MoA papers. The two differ by more than a point, so every result
-records how it was counted.
+BLEU is computed in two forms, sacrebleu's default and that of the MAE and MoA papers. The two differ by more than a
+point, so every result records its form.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def translate(
 
     Args:
         model: of a run that translates.
-        pairs: their targets are not read.
+        pairs: only their sources are translated.
         vocabulary: of the target.
         options: the run's `GenerationConfig`.
         accelerator: its processes share the sentences.
@@ -50,8 +50,9 @@ def translate(
     share = groups[accelerator.process_index :: accelerator.num_processes]
     texts = []
     for group in progress(share, "translating"):
+        # The seed follows from the sentences, so that it does not depend on the number of processes.
         torch.manual_seed(derive_seed(draw, group[0]))
-        batch = pairs.collate([pairs[number] for number in group])
+        batch = pairs.collate([pairs[index] for index in group])
         source = {
             name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")
         }
@@ -62,10 +63,10 @@ def translate(
                 do_sample=False,
                 length_penalty=options.length_penalty,
                 max_new_tokens=source["input_ids"].shape[1] + options.max_length,
-                synced_gpus=False,  # weights are whole, batch counts differ
+                synced_gpus=False,  # no weights are sharded, and processes have different numbers of batches
             )
-        texts += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
-    return [text for _, text in sorted(gather_object(texts))]
+        texts += [(index, vocabulary.decode(row)) for index, row in zip(group, ids.tolist())]
+    return [text for _, text in sorted(gather_object(texts))]  # in the order of `pairs`
 
 
 def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
@@ -84,9 +85,9 @@ def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
 
 @contextlib.contextmanager
 def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Use the encoder's MAE gates in another mode, see `MAERouter` (Peng 2020, section 5.1 and table 5).
+    """Set the mode of the encoder's MAE gates inside the context, see `MAERouter` (Peng 2020, section 5.1 and table 5).
 
-    The paper studies encoders alone. "soft" leaves the model as it is.
+    Gates of the decoder stay soft, because the paper studies encoders alone. "soft" changes nothing.
     """
     routers = []
     if mode != "soft":
@@ -114,9 +115,10 @@ def tokenised_bleu(
 ) -> dict:
     """Return BLEU of tokenised text without smoothing, as in multi-bleu.perl and the papers (Zhang 2022, 5.1).
 
-    The papers tokenised with Moses. Text in their form is scored with tokenizer "given"; else it is one of sacrebleu's,
-    of which "13a" is near to Moses' but not the same. `compound_split` then writes "rich-text" as "rich ##AT##-##AT## text" on both sides: for
-    EN-DE only, as in both papers (Vaswani et al. 2017); worth up to about a point. The signature names both.
+    The papers tokenised with Moses. `tokenizer` is "given" for text that is in that form already, or else one of
+    sacrebleu's, of which "13a" is close to Moses but not the same. `compound_split` then writes "rich-text" as
+    "rich ##AT##-##AT## text" in hypotheses and references. It is for EN-DE only, as in both papers (Vaswani et al.
+    2017), and worth up to about a point. The signature in the result names the tokenizer and the compounds.
     """
     tokenise = tokenise_by(tokenizer)
 
@@ -150,7 +152,7 @@ def bleu_summary(scores: dict) -> str:
 
 
 def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str]) -> dict:
-    """Return BLEU in 0..100, precisions of 1 to 4 tokens in percent, and lengths in tokens."""
+    """Return BLEU in 0..100, precisions of 1- to 4-grams in percent, and lengths in tokens."""
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return dict(
         bleu=score.score,

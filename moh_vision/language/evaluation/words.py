@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sacrebleu.metrics import BLEU
 
-# The languages that sacrebleu has a tokenizer for, by their other codes (ISO 639-2 and 639-3).
+# Other codes (ISO 639-2 and 639-3) of languages -> the code for which sacrebleu has a tokenizer.
 CODES = dict(zho="zh", chi="zh", cmn="zh", yue="zh", jpn="ja", jp="ja", kor="ko")
 CUT_WORD = re.compile(r"\S@@(?= |$)")  # of subword-nmt: "con@@ tinu@@ ation"
 BLANK = "\u2581"  # of SentencePiece, instead of a blank: "\u2581con tinu ation"
-CUT_LINES = 0.1  # from this share of the lines on a text is cut
-LONG = 10  # characters of a mean word or token from which on it is none; words of German or Finnish have 6 to 8
+CUT_LINES = 0.1  # a text counts as cut into pieces if more than this share of its lines has pieces
+LONG = 10  # tokens of more characters on average are no words; German or Finnish words have 6 to 8
 
 
 def bleu_tokenizer(target: str, asked: str | None = None) -> str:
     """Return the name of sacrebleu's tokenizer: the one `asked` for, or sacrebleu's choice by the target's language.
 
     Raises:
-        ValueError: a package is missing that it needs.
+        ValueError: a package that the tokenizer needs is missing.
     """
     if asked in (None, "given"):
         language = re.split("[-_]", target.lower())[0]
@@ -44,7 +44,7 @@ def tokenise_by(tokenizer: str) -> Callable[[str], str]:
 
 
 def pieces_in(lines: Sequence[str]) -> str:
-    """Return the sign of words that are cut into pieces, "@@" or U+2581; "" for whole words."""
+    """Return the sign by which words are cut into pieces, "@@" or U+2581; "" if words are whole."""
     least = CUT_LINES * len(lines)
     if sum(BLANK in line for line in lines) > least:
         return BLANK
@@ -54,7 +54,7 @@ def pieces_in(lines: Sequence[str]) -> str:
 
 
 def join_pieces(line: str, sign: str) -> str:
-    """Make whole words of a line's pieces; "": the line as it is."""
+    """Join the pieces of a line into whole words; with the sign "" return the line as it is."""
     if sign == BLANK:
         return line.replace(" ", "").replace(BLANK, " ").strip()
     if sign:
@@ -69,7 +69,7 @@ def mean_length(lines: Iterable[str]) -> float:
 
 
 def notes_on_bleu(lines: Sequence[str], tokenizer: str, name: str) -> list[str]:
-    """Return notes on references, called `name`, whose tokens are no words; `tokenizer`: see `tokenise_by`."""
+    """Return warnings if the tokens of the references, called `name`, are not words; `tokenizer`: see `tokenise_by`."""
     sign = pieces_in(lines)
     notes = []
     if sign:
@@ -85,7 +85,7 @@ def notes_on_bleu(lines: Sequence[str], tokenizer: str, name: str) -> list[str]:
 
 
 def notes_on_perplexity(lines: Sequence[str], name: str) -> list[str]:
-    """Return notes on text whose words, as blanks divide them, are no words: perplexity per word is of something else."""
+    """Return warnings if blanks do not separate words in a text, so that perplexity per word counts something else."""
     sign = pieces_in(lines)
     if sign:
         return [f"{name} is cut into pieces ({sign}): perplexity per word is per piece"]

@@ -8,7 +8,10 @@ from torch.nn import functional as F
 
 
 class Projection(nn.Linear):
-    """A linear layer also used transposed. Dynamic quantisation replaces only nn.Linear itself."""
+    """A linear layer whose weight is also used transposed.
+
+    Dynamic quantisation replaces nn.Linear itself but no subclass, so it leaves this layer's weight readable.
+    """
 
 
 class AdaptiveVocabulary(nn.Module):
@@ -20,9 +23,9 @@ class AdaptiveVocabulary(nn.Module):
         output   log p(w) = log softmax over (band 0, clusters 1 ..) of h, for a word of band 0: E_0 h
                  log p(w) = log p(cluster i) + log softmax over band i of E_i dropout(W_i^T h), for a word of band i
 
-    so the rare bands' outputs use the input's projections, and only the clusters' rows are the output's own. (In
-    Baevski and Auli's released models too; there band 0 has a projection in the input only.)
-    Without cutoffs, one band without projection: an ordinary embedding tied to an ordinary softmax.
+    so the output of a rare band uses the projection of the input, and only the rows of the clusters belong to the
+    output alone. (This also holds for Baevski and Auli's released models, where band 0 has a projection in the input
+    only.) Without cutoffs there is one band without projection: an ordinary embedding tied to an ordinary softmax.
 
     Args:
         vocab_size, dim: V and C.
@@ -62,7 +65,8 @@ class AdaptiveVocabulary(nn.Module):
         """Embed word ids [B, N] -> [B, N, C]."""
         if self.clusters is None:
             return self.embeddings[0](ids)
-        if ids.is_meta:  # rare words are not known; sizes differ little
+        # On "meta" nobody knows which words are rare: embed all as band 0, which costs about the same.
+        if ids.is_meta:
             return self.projections[0](self.embeddings[0](ids))
         x = None
         for band, (embedding, projection) in enumerate(zip(self.embeddings, self.projections)):
@@ -81,7 +85,7 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat([first, *rare], dim=-1)
 
     def nll(self, hidden: Tensor, words: Tensor) -> Tensor:
-        """Return -log p of each word, not of the whole vocabulary: hidden [T, C], words [T] -> [T]."""
+        """Return -log p of one word per position, without computing all words: hidden [T, C], words [T] -> [T]."""
         first, clusters = self._first(hidden)
         frequent = words < self.edges[1]
         nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1)
@@ -93,13 +97,13 @@ class AdaptiveVocabulary(nn.Module):
         return nll
 
     def _inside(self, ids: Tensor, band: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return where ids of any shape are words of a band, and their numbers in it."""
+        """Return the indices at which ids, of any shape, are words of a band, and these words' indices in the band."""
         start, end = self.edges[band : band + 2]
         where = ((ids >= start) & (ids < end)).nonzero(as_tuple=True)
         return where, ids[where] - start
 
     def _first(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return log p of the words of band 0 and of the clusters."""
+        """Return log p of the words of band 0, and of the clusters (None without cutoffs)."""
         weight = self.embeddings[0].weight
         if weight.is_meta and not hidden.is_meta:  # F.linear would read uninitialised memory
             raise RuntimeError(
@@ -113,7 +117,7 @@ class AdaptiveVocabulary(nn.Module):
         return log_softmax(logits).split([self.edges[1], len(self.projections) - 1], dim=-1)
 
     def _rare(self, hidden: Tensor, band: int) -> Tensor:
-        """Return log p of the words of a band, given that it is that band."""
+        """Return log p of a band's words, given that the word is one of the band."""
         narrow = self.dropout(F.linear(hidden, self.projections[band].weight.t()))
         return log_softmax(F.linear(narrow, self.embeddings[band].weight))
 

@@ -30,10 +30,13 @@ def register(auto: type, *models: type[PreTrainedModel]) -> None:
 
 
 class RoutedLoss:
-    """Outputs and losses of language models by the subclass's `states_and_stats`, `log_probs` and `token_losses`."""
+    """Mixin with the outputs and losses of a language model.
+
+    Subclasses implement `states_and_stats`, `log_probs` and `token_losses`.
+    """
 
     def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
+        """Return logits [B, N, V], and the statistics of all attention layers in the order of `modules()`."""
         hidden, stats = self.states_and_stats(**inputs)
         return self.log_probs(hidden), stats
 
@@ -43,7 +46,7 @@ class RoutedLoss:
         """Return losses per token; a task averages them and adds the routers' losses.
 
         Args:
-            labels: [B, N] aligned with the outputs (no shift); -100: no loss, and no logits are computed.
+            labels: [B, N] aligned with the outputs (no shift); at -100 neither loss nor logits are computed.
             label_smoothing: s; loss = (1 - s) * (-log p of the label) + s * (mean of -log p over the
                 vocabulary).
 
@@ -58,14 +61,17 @@ class RoutedLoss:
 
 
 class TextModel(RoutedLoss, PreTrainedModel):
-    """A transformers model whose attention is `HeadMixtureAttention`. Subclasses have `hidden_states(stats=None, **inputs)`,
-    the last layer's output, and `log_probs`."""
+    """A transformers model whose attention is `HeadMixtureAttention`.
+
+    Subclasses implement `hidden_states(stats=None, **inputs)`, which returns the last layer's output, and `log_probs`.
+    """
 
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["TextLayer"]
-    xavier = True  # of linear layers, as fairseq did for the papers' models; False: normal with initializer_range
+    # Initialise linear layers as fairseq did for the papers' models; False: normal with deviation initializer_range.
+    xavier = True
 
     def get_output_embeddings(self) -> nn.Module | None:
         return getattr(self, "output", None)
@@ -77,7 +83,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     @property
     def head_budget_shape(self) -> str | None:
-        """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
+        """Return how a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
         return self.config.head_budget_shape or shape_of(attention_budget(self.config.attention))
 
     def states_and_stats(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
@@ -95,7 +101,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return (1 - label_smoothing) * nll - label_smoothing * log_probs.mean(-1), nll
 
     def mean_loss(self, hidden: Tensor, labels: Tensor | None) -> Tensor | None:
-        """Mean of -log p over the labels, for `forward(labels=...)`."""
+        """Return the mean of -log p over the labels, for `forward(labels=...)`; None without labels."""
         if labels is None:
             return None
         where = (labels != -100).nonzero(as_tuple=True)
@@ -104,18 +110,21 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     @property
     def checkpointer(self):
-        """Checkpoint function for `run_block`, or None to keep activations."""
+        """Return the activation checkpointing function for `run_block`; None: keep activations."""
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func
         return None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module: transformers skips those without weights of their own. `init` leaves loaded ones alone."""
+        """Initialise every module, also those without direct parameters, which transformers would skip.
+
+        Loaded weights stay as they are, because the functions of `init` skip them.
+        """
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Children come before their parents."""
+        """Initialise one module. transformers calls this for children before their parents."""
         if isinstance(module, (nn.Linear, nn.Embedding)) and not self.xavier:
             super()._init_weights(module)
         elif isinstance(module, nn.Linear):
@@ -135,7 +144,8 @@ class TextModel(RoutedLoss, PreTrainedModel):
             module.init_weights()
         elif isinstance(module, MoHRouter):
             for linear in module.children():
-                init.normal_(linear.weight, std=0.02)  # as released; linear layers without biases
+                # As in the released code; these layers have no bias.
+                init.normal_(linear.weight, std=0.02)
         elif isinstance(module, HeadMixtureAttention):
             if isinstance(module, ExpertBiasAttention):
                 init.zeros_(module.head_bias)
@@ -145,23 +155,24 @@ class TextModel(RoutedLoss, PreTrainedModel):
             super()._init_weights(module)
 
     def _init_attention(self, attention: HeadMixtureAttention) -> None:
-        """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022). Queries, keys and
-        values of one width have gain 1 / sqrt(2)."""
+        """Initialise projections by Xavier: the matrix is that of all queries in a multi-head layer, and [C, D] of one
+        expert in MoA (Zhang 2022). Queries (but MoA's), keys and values have gain 1 / sqrt(2)."""
         dim = attention.qkv.in_features
-        # Squares of the bounds.
-        q_bound = 3 / (dim + attention.q_dim)
-        out_bound = 6 / (dim + attention.q_dim)
+        # Squares of the bounds of uniform distributions.
+        q_squared = 3 / (dim + attention.q_dim)
+        out_squared = 6 / (dim + attention.q_dim)
         if isinstance(attention.router, MoARouter):
-            q_bound = 6 / (dim + attention.head_dim)
-            out_bound = 6 / (dim + attention.head_dim)
-        kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
-        init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
-        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
+            q_squared = 6 / (dim + attention.head_dim)
+            out_squared = 6 / (dim + attention.head_dim)
+        kv_squared = 3 / (dim + attention.kv_heads * attention.head_dim)
+        init.uniform_(attention.proj.weight, -(out_squared**0.5), out_squared**0.5)
+        # The parts of a split lack the flag by which `init` skips loaded weights.
+        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):
             q, kv = attention.qkv.weight.split(
                 [attention.q_dim, attention.qkv.out_features - attention.q_dim]
             )
-            init.uniform_(q, -(q_bound**0.5), q_bound**0.5)
-            init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
+            init.uniform_(q, -(q_squared**0.5), q_squared**0.5)
+            init.uniform_(kv, -(kv_squared**0.5), kv_squared**0.5)
 
     @classmethod
     def from_pretrained(
@@ -172,7 +183,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
         ignore_mismatched_sizes=False,
         **kwargs,
     ):
-        """Load a saved model as transformers does; refuse other shapes than the config's, in one line."""
+        """Load a saved model as transformers does; raise ValueError if a shape is not the one of the config."""
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if info["mismatched_keys"] and not ignore_mismatched_sizes:

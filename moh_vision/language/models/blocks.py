@@ -32,14 +32,17 @@ def with_positions(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
-    """Number each token among its text's real ones: ids [B, N], attention_mask [B, past + N] -> [B or 1, N]."""
+    """Return the position of each token among the real tokens of its text.
+
+    ids [B, N], attention_mask [B, past + N] -> [B or 1, N].
+    """
     if attention_mask is None:
         return torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
     return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
 
 
 def padding_of(attention_mask: Tensor | None) -> Tensor | None:
-    """Return transformers' mask (1 real, 0 padding) as the core has it: True at padding."""
+    """Turn transformers' mask (1 real, 0 padding) into the mask of `moh_vision.attention` (True at padding)."""
     if attention_mask is None:
         return None
     return attention_mask == 0
@@ -48,14 +51,14 @@ def padding_of(attention_mask: Tensor | None) -> Tensor | None:
 def build_attention(
     spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
 ) -> list[HeadMixtureAttention]:
-    """Make a stack's attention layers.
+    """Return the attention layers of a stack.
 
     Args:
         spec: an attention dict, see `TextConfig`.
         config: of the model.
         layers: their number.
         pool: how a gate of MAE pools tokens: "sequence", "running" or "window".
-        route_by: which tokens it pools: "query" or "context".
+        route_by: which tokens such a gate pools: "query" or "context".
     """
     router = spec["router"]
     dim = config.hidden_size
@@ -69,7 +72,7 @@ def build_attention(
         layer_kwargs["kv_heads"] = 1
         if bias:
             attention_class = ExpertBiasAttention
-    elif default_budget(router) is None:  # it runs all heads
+    elif default_budget(router) is None:  # the router runs all heads
         budgets = [HeadBudget(heads, dim // heads, heads, 0)] * layers
     else:
         budgets = resolve_budget(attention_budget(spec), layers, heads, dim // heads)
@@ -85,7 +88,7 @@ def build_attention(
 
 
 class ExpertBiasAttention(HeadMixtureAttention):
-    """Attention whose every expert ends in an output bias of its own, which its weight scales, as all of it.
+    """Attention in which every expert has its own output bias; the expert's weight scales its output, bias included.
 
     Parameters: those of HeadMixtureAttention without proj.bias, and head_bias [E, C].
     """
@@ -107,11 +110,11 @@ class ExpertBiasAttention(HeadMixtureAttention):
 
 
 class TextLayer(nn.Module):
-    """Self-attention, optional cross-attention and feed-forward; residual sums.
+    """Self-attention, optional cross-attention and feed-forward, each with a residual sum.
 
     Args:
         self_attn, cross_attn: from `build_attention`.
-        is_causal: a token attends to those before it.
+        is_causal: a token attends only to itself and the tokens before it.
         pre_norm: normalise before each part (Baevski and Auli 2019), not after the sum (Vaswani 2017).
         activation: "relu" or "gelu".
     """
@@ -175,7 +178,7 @@ class TextLayer(nn.Module):
         )
         if self.cross_attn is not None:
             if padding_mask is not None:
-                padding_mask = padding_mask[:, -x.shape[1] :]  # of the new tokens
+                padding_mask = padding_mask[:, -x.shape[1] :]  # without the tokens in the cache
             x = self.around(
                 x,
                 self.cross_norm,
@@ -193,7 +196,7 @@ class TextLayer(nn.Module):
     ) -> Tensor:
         """Return the residual sum of a part, normalised before the part or after the sum.
 
-        The part is attention, which also returns statistics, or feed-forward; `inputs` are those of attention.
+        The part is attention, which also returns statistics, or feed-forward; `inputs` go to attention.
         """
         residual = x
         if self.pre_norm:

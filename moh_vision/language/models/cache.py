@@ -7,14 +7,15 @@ from transformers import Cache, GenerationMixin
 
 from moh_vision.attention import ContextCache, KeyValueCache
 
-# What transformers calls a cache: from 5.24 on "cache", which users may still call past_key_values.
+# Name of the cache argument in transformers: "cache" from 5.24 on, "past_key_values" before. Our models take both.
 CACHE = "cache"
 if CACHE not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     CACHE = "past_key_values"
 
 
 class DecoderLayerCache:
-    """Cache of a decoder layer: keys, values, the gate's running state; the source's keys and values, if there is one."""
+    """Cache of a decoder layer: keys, values and the gate's running state; for cross-attention the source's keys and
+    values."""
 
     is_compileable = False
     is_croppable = False
@@ -31,10 +32,10 @@ class DecoderLayerCache:
         return self.self_attention.length
 
     def get_max_length(self) -> int:
-        return -1  # none
+        return -1  # no limit
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; the number is negative, as transformers has it."""
+        """Forget the last tokens; `tokens_to_remove` is negative, as in transformers."""
         self.self_attention.crop(self.self_attention.length + tokens_to_remove)
 
     def reorder_cache(self, rows: Tensor) -> None:
@@ -49,8 +50,11 @@ class DecoderLayerCache:
 
 
 class TextCache(Cache):
-    """One `DecoderLayerCache` per decoder layer. transformers' caches keep only keys and values; when
-    beams move, the state of MAE's gate must move too."""
+    """One `DecoderLayerCache` per decoder layer.
+
+    transformers' caches keep only keys and values; when beams are reordered, the state of MAE's gate must be reordered
+    too.
+    """
 
     def __init__(self, layers: int):
         super().__init__(layers=[DecoderLayerCache() for _ in range(layers)])
@@ -60,7 +64,7 @@ class TextCache(Cache):
 
 
 class CachedGeneration:
-    """Starts `generate` with a `TextCache`. A mixin to put before PreTrainedModel."""
+    """Mixin that starts `generate` with a `TextCache`; it comes before PreTrainedModel."""
 
     def new_cache(self) -> TextCache:
         """Return an empty cache, for forward."""

@@ -55,15 +55,15 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         logits_to_keep: int = 0,
         cache: TextCache | None = None,
     ) -> CausalLMOutputWithPast:
-        """Predict the next word after each; logits are log-probabilities [B, N, V].
+        """Predict the next word at every position; logits are log-probabilities [B, N, V].
 
         Args:
             input_ids: [B, N]; with a cache (see `new_cache`) only the new tokens.
             attention_mask: [B, past + N]; 1 real, 0 padding, on either side.
-            labels: [B, N], as in transformers' causal models: input_ids, with -100 for no loss. They are
-                shifted here, but not in `routed_loss`.
-            logits_to_keep: only for the last so many tokens; 0: all.
-            cache, past_key_values: one thing, see `CACHE`.
+            labels: [B, N], as in transformers' causal models: input_ids, with -100 for no loss. `forward` shifts
+                them, `routed_loss` does not.
+            logits_to_keep: compute logits only for this many last tokens; 0: for all.
+            cache, past_key_values: two names of one argument, see `CACHE`.
         """
         if cache is None:
             cache = past_key_values
@@ -104,7 +104,10 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     def token_losses(
         self, hidden: Tensor, labels: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """Return losses as `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
+        """Return losses as `TextModel.token_losses` does.
+
+        An adaptive softmax takes no label smoothing, because it never computes all words.
+        """
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)
         if label_smoothing:

@@ -9,7 +9,7 @@ from moh_vision.attention import BudgetSpec, HeadBudget, default_budget, full_bu
 from moh_vision.attention.budget import parse_share, shape_of, shaped
 from moh_vision.common.errors import closest
 
-# Allowed keys of an attention dict, for router and layer ("bias": of its projections).
+# Keys that an attention dict may have for a router, beside those of the layer, "bias" (of projections) and "executor".
 ROUTER_KEYS = {
     "dense": (),
     "mae": ("leave_out", "mode", "dropout"),
@@ -23,7 +23,7 @@ LAYER_KEYS = {
     "query_norm": ("head_budget",),
 }
 
-# What `moh` may say, with the defaults; head_budget None: all heads are active.
+# Keys of the field `moh` and their defaults; head_budget None: all heads are active.
 MOH_FIELDS = {
     "router": "query_norm",
     "head_budget": None,
@@ -33,11 +33,15 @@ MOH_FIELDS = {
     "router_kwargs": None,
 }
 CAUSAL_ROUTERS = ("query_norm", "moh")
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")  # of every model
+# Fields of every config that are whole numbers of at least 1.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
 def check_attention(spec: dict, where: str) -> None:
-    """Check an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
+    """Raise ValueError unless `spec` is an attention dict; `where` names it in messages.
+
+    An example is dict(router="moa", top_k=8, experts=32, head_dim=128).
+    """
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
         raise ValueError(
             f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}"
@@ -58,7 +62,7 @@ def check_attention(spec: dict, where: str) -> None:
 
 
 def attention_budget(attention: dict) -> BudgetSpec | None:
-    """Return the head_budget of an attention dict; None where the router runs all heads, and for "moa", which has top_k."""
+    """Return the head_budget of an attention dict; None if the router runs all heads or has top_k ("moa")."""
     router = attention["router"]
     if router == "moa":
         return None
@@ -77,20 +81,21 @@ class TextConfig(PreTrainedConfig):
     """Base class of the text models' configurations.
 
     Args:
-        num_attention_heads: H, of every router but "moa", which has its experts.
-        attention: of all layers, a dict of the router and its numbers:
+        num_attention_heads: H; the heads of "moa" are its experts instead.
+        attention: dict of the router of all layers, with its options:
             dict(router="dense"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
             dict(router="moa", top_k, experts, head_dim); dict(router="moh" | "query_norm", head_budget=0.75).
             Each may have bias=False (projections without biases), executor, and the router's options.
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention
             matrix; activation_dropout: inside the feed-forward layers.
-        layer_budgets: [shared, routed] of every attention layer, as `set_head_budget` left them; None: as made.
-        head_budget_shape: "ramp" or "uniform", which a share keeps; None: that of `attention`'s head_budget.
+        layer_budgets: [shared, routed] of every attention layer after `set_head_budget`; None: it was never called.
+        head_budget_shape: how `set_head_budget` spreads a share over the layers, "ramp" or "uniform"; None: as the
+            head_budget of `attention` does.
     """
 
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
     depths = ("num_hidden_layers",)  # names of the fields that hold a number of layers
-    roles = ("attention",)  # and an attention dict
+    roles = ("attention",)  # names of the fields that hold an attention dict
 
     vocab_size: int = 37_000
     hidden_size: int = 512
@@ -123,7 +128,7 @@ class TextConfig(PreTrainedConfig):
         for name in self.roles:
             if getattr(self, name) is not None:
                 check_attention(getattr(self, name), name)
-                setattr(self, name, dict(getattr(self, name)))  # not the dict of a preset
+                setattr(self, name, dict(getattr(self, name)))  # a copy: presets share theirs
         super().__post_init__(**kwargs)
 
 
@@ -131,8 +136,8 @@ class TranslationConfig(TextConfig):
     """Encoder-decoder of Vaswani 2017, post-normalised.
 
     Args:
-        target_vocab_size: of a separate target vocabulary and embedding; None: one embedding for source,
-            target and output.
+        target_vocab_size: size of a separate target vocabulary, which has its own embedding; None: one embedding
+            for source, target and output.
         encoder_attention, decoder_attention, cross_attention: dicts that replace `attention`.
     """
 
@@ -205,10 +210,16 @@ class CausalLMConfig(TextConfig):
 def resolve_pairs(
     spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig
 ) -> list[list[int]]:
-    """Return one [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads.
+    """Return a budget as the config stores it: one [shared, routed] per layer.
 
-    With a share, each layer's shared heads are min(half of all, half of the active), rounded down, for "query_norm",
-    unless the spec gives them; for "moh" 40 % of the active ones. `group`: count heads in whole key-value groups.
+    If `spec` is a share that does not say how many heads are shared, a layer of "query_norm" shares min(half of all
+    heads, half of the active ones), rounded down, and a layer of "moh" 40 % of the active ones.
+
+    Args:
+        spec: what `resolve_budget` takes; None: all heads run.
+        router: "query_norm" or "moh".
+        group: count heads in whole key-value groups.
+        config: of the model.
     """
     heads = config.num_attention_heads
     depth = config.num_hidden_layers
@@ -217,6 +228,7 @@ def resolve_pairs(
         full = full_budget([heads // size] * depth)
         spec = [[shared * size, routed * size] for shared, routed in full]
     budgets = resolve_budget(spec, depth, heads, config.head_dim, size)
+    # In these cases `resolve_budget` has set the shared heads.
     if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec).shared is not None:
         return [[budget.shared, budget.routed] for budget in budgets]
     pairs = []
@@ -227,7 +239,7 @@ def resolve_pairs(
 
 
 def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
-    """Return the field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs."""
+    """Check the field `moh`, and return it with every key of MOH_FIELDS and head_budget as pairs."""
     if not isinstance(moh, dict):
         raise ValueError(
             f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model"
@@ -258,7 +270,7 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
 
 
 def config_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
-    """Return the budget of each layer; of a dense model all heads are shared."""
+    """Return the budget of each layer; in a dense model all heads are shared."""
     heads = config.num_attention_heads
     if config.moh is None:
         pairs = [[heads, 0]] * config.num_hidden_layers
@@ -269,13 +281,13 @@ def config_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
 
 @dataclass
 class RoutedConfig:
-    """A mixin before transformers' class, whose configuration it is, with one more field.
+    """Mixin that adds the field `moh` to a transformers configuration; it comes before transformers' class.
 
     Args:
         moh: None: every head runs. Else a dict of
             router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
             head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `resolve_pairs`;
-            head_budget_shape: "ramp" or "uniform", which a share keeps; None: of a list that does not say it;
+            head_budget_shape: how a share is spread over the layers, "ramp" or "uniform"; None: not known;
             executor: a name in `moh_vision.attention.EXECUTORS`;
             group: choose query heads by whole key-value groups ("query_norm" only);
             router_kwargs: gate_scale and two_stage of "moh".
@@ -293,7 +305,7 @@ class RoutedConfig:
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}"
             )
-        if getattr(self, "head_dim", None) is None:  # Qwen2's has none
+        if getattr(self, "head_dim", None) is None:  # Qwen2's config has no such field
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.moh is not None:
             self.moh = checked_moh(self.moh, self)
@@ -304,7 +316,7 @@ class MoHLlamaConfig(RoutedConfig, LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        self.validate_architecture()  # LLaMA's own check, which a subclass is not put to
+        self.validate_architecture()  # LLaMA's own check, which transformers does not run for a subclass
 
 
 class MoHQwen2Config(RoutedConfig, Qwen2Config):

@@ -1,4 +1,4 @@
-"""Text models of the papers by name, for transformers, with attention heads as experts."""
+"""The papers' text models by name: transformers models with attention heads as experts."""
 
 import re
 from typing import Any
@@ -45,11 +45,11 @@ MAE = {
     "mae_6": {"router": "mae", "leave_out": 2},
     "uni_mae_7": {"router": "mae", "leave_out": 1, "mode": "uniform"},
     "uni_mae_6": {"router": "mae", "leave_out": 2, "mode": "uniform"},
-    # MAE-7's model; but gates and experts are trained together (Peng 2020, section 3).
+    # The model of MAE-7, whose gates and experts are trained together, without block descent (Peng 2020, section 3).
     "nobcd": {"router": "mae", "leave_out": 1},
 }
 MOH = {f"moh_{percent}": {"router": "moh", "head_budget": percent / 100} for percent in (75, 50)}
-# The rows of Zhang 2022, tables 1 to 3. Other xKyEzD are understood too.
+# The rows of Zhang 2022, tables 1 to 3. Other names xKyEzD are accepted too.
 MOA_TRANSLATION = (
     "8K8E128D",
     "8K8E256D",
@@ -63,7 +63,7 @@ MOA_TRANSLATION = (
 MOA_MASKED = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E256D", "8K64E256D")
 MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 
-# Zhang 2022, tables 5 and 6, and Peng 2020, appendix A. 32K merges; Zhang's vocabulary has about 37,000 words.
+# Zhang 2022, tables 5 and 6 (a vocabulary of about 37,000 words), and Peng 2020, appendix A (32K merges).
 MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_dropout=0.1)
 BASE = dict(vocab_size=32_768, dropout=0.1)
 BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
@@ -110,12 +110,12 @@ def presets() -> dict[str, tuple[type, dict]]:
         named[f"mt_moa_{name}"] = (TranslationConfig, dict(MOA_MT, attention=moa(name, bias=False)))
     for name in MOA_MASKED:
         named[f"mlm_moa_{name}"] = (MaskedLMConfig, {"attention": moa(name, bias=True)})
-    for size, numbers in LLAMA_SIZES.items():
-        fields = dict(LLAMA, **dict(zip(SIZES, numbers)))
+    for size, values in LLAMA_SIZES.items():
+        fields = dict(LLAMA, **dict(zip(SIZES, values)))
         named[f"clm_{size}"] = (MoHLlamaConfig, fields)
         for percent in (75, 50):
-            # The paper gives the share of active heads, not their spread over layers or the shared ones: here equal
-            # layers with 45 % of the active heads shared, which rounds to 42 to 50 % (section 4.5: above 40 %).
+            # The paper gives only the share of active heads. Here all layers have the same budget, and 45 % of the
+            # active heads are shared, which rounds to 42 to 50 % (section 4.5: more than 40 %).
             routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}:0.45")
             named[f"clm_moh_{size}_{percent}"] = (MoHLlamaConfig, routed)
     for name in ("nobcd", "mae_7", "uni_mae_7"):
@@ -142,8 +142,8 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
             clm_{small,base} are LLaMA-style (`moh_vision.language.models.llama.model`), clm_moh_{small,base}_{75,50}
             the same with MoH's routers and this percentage of heads active per layer (Jin 2024, section 4.3).
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
-            cross_attention=dict(router="dense"); head_budget (else from the field `attention`); for LLaMA-style
-            models also router, executor, group and router_kwargs, see
+            cross_attention=dict(router="dense"); head_budget, which replaces the one in the field `attention`; for
+            LLaMA-style models also router, executor, group and router_kwargs, see
             `moh_vision.language.models.configs.MoHLlamaConfig`.
     """
     config = preset_config(preset, **overrides)
@@ -157,7 +157,7 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
     if preset in named:
         config_class, fields = named[preset]
     elif task in ("mt", "mlm") and MOA_NAME.fullmatch(size):
-        config_class, fields = named[f"{task}_moa_8K8E128D"]
+        config_class, fields = named[f"{task}_moa_8K8E128D"]  # the numbers in the name are replaced
         fields = dict(fields, attention=moa(size, bias=fields["attention"]["bias"]))
     else:
         raise ValueError(f"there is no text model {preset!r}: {closest(preset, named)}")
@@ -177,7 +177,7 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
         raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
     try:
         return MoHLlamaConfig(**fields, moh=moh if moh.get("router") else None)
-    except StrictDataclassError as error:  # transformers' own checks, in several lines
+    except StrictDataclassError as error:  # transformers' own checks; the message has many lines
         raise ValueError(f"{preset}: {message_of(error)}") from None
 
 

@@ -18,7 +18,7 @@ class MaskedLMModel(TextModel):
     config_class = MaskedLMConfig
     _tied_weights_keys = {"output.weight": "embedding.weight"}
     _input_embed_layer = "embedding"
-    xavier = False  # RoBERTa's
+    xavier = False  # initialised as RoBERTa
 
     def __init__(self, config: MaskedLMConfig):
         super().__init__(config)

@@ -23,7 +23,7 @@ from moh_vision.language.models.configs import TranslationConfig
 
 
 class Stack(nn.Module):
-    """Embedded words and layers: the decoder. `options`: of `TextLayers`."""
+    """An embedding and its layers; the decoder is one. `options` are those of `TextLayers`."""
 
     def __init__(
         self, config: TranslationConfig, words: int, attention: dict | None, depth: int, **options
@@ -50,7 +50,7 @@ class Stack(nn.Module):
             mask: [B, past + N]; 1 real, 0 padding.
             context: [B, M, C], the encoder's output.
             context_mask: [B, M], as `mask`.
-            cache: of the tokens before; it gets the new ones.
+            cache: of the earlier tokens; the layers append the new tokens to it.
             stats: list to which the layers append their attention statistics.
             checkpoint: see `run_block`.
         """
@@ -63,7 +63,7 @@ class Stack(nn.Module):
 
 
 class Encoder(Stack):
-    main_input_name = "input_ids"  # `generate` asks, and passes more than is used
+    main_input_name = "input_ids"  # read by `generate`
 
     def forward(
         self,
@@ -73,7 +73,10 @@ class Encoder(Stack):
         checkpoint=None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Return last_hidden_state [B, M, C] of input_ids and attention_mask [B, M]."""
+        """Return last_hidden_state [B, M, C] of input_ids and attention_mask [B, M].
+
+        `generate` passes further arguments, which have no effect.
+        """
         x = super().forward(input_ids, attention_mask, stats=stats, checkpoint=checkpoint)
         return BaseModelOutput(last_hidden_state=x)
 
@@ -123,8 +126,9 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
-        """Prepare as transformers does, and without a cache too say that every generated token is a real one."""
+        """Prepare inputs as transformers does; without a cache, add a mask that keeps every generated token."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        # Without mask and cache, `hidden_states` would take a generated pad_token_id for padding.
         if inputs.get(CACHE) is None and inputs.get("decoder_attention_mask") is None:
             inputs["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
         return inputs
@@ -143,15 +147,16 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         logits_to_keep: int = 0,
         cache: TextCache | None = None,
     ) -> Seq2SeqLMOutput:
-        """Translate; logits are log-probabilities [B, N, V].
+        """Predict the next word of the target at every position; logits are log-probabilities [B, N, V].
 
         Args:
             input_ids, attention_mask: source [B, M]; 1 real, 0 padding. Or encoder_outputs of an earlier call.
-            decoder_input_ids, decoder_attention_mask: target so far [B, N], with a cache (see `new_cache`) only the new
-                tokens; without mask and cache, pad_token_id is padding. None: from labels.
+            decoder_input_ids: target so far [B, N]; with a cache (see `new_cache`) only the new tokens. None: made from
+                labels.
+            decoder_attention_mask: 1 real, 0 padding. None: without a cache, pad_token_id is padding.
             labels: [B, N] aligned with the outputs, -100: no loss.
-            logits_to_keep: only for the last so many tokens; 0: all.
-            cache, past_key_values: one thing, see `CACHE`.
+            logits_to_keep: compute logits only for this many last tokens; 0: for all.
+            cache, past_key_values: two names of one argument, see `CACHE`.
         """
         if decoder_input_ids is None:
             if labels is None:

@@ -33,7 +33,10 @@ def task_for(model) -> str:
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dict]:
-    """Return the model, and its arguments for exported weights. A checkpoint brings a resumed one's weights."""
+    """Return the model of a run, and its arguments, which exported weights carry.
+
+    If the run is `resumed`, the model has new weights, which the caller replaces by those of the checkpoint.
+    """
     pretrained = config.model.pretrained
     sizes = text.model_arguments()
     if pretrained:
@@ -53,14 +56,15 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
         if positions is not None and config.data.block > positions:
             raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
         for model_config in configs_of(model):
-            for name, number in text.special_tokens().items():
+            for name, token_id in text.special_tokens().items():
                 known = getattr(model_config, name, None)
-                # A chat model ends at one of several tokens; the tokenizer's is one of them.
+                # A chat model may end at any of several tokens: keep them, and add the tokenizer's.
                 if isinstance(known, list):
-                    number = list(dict.fromkeys([*known, number]))
-                setattr(model_config, name, number)
+                    token_id = list(dict.fromkeys([*known, token_id]))
+                setattr(model_config, name, token_id)
     if config.checkpointing:
-        # Not reentrant: reentrant checkpointing loses routing statistics.
+        # Not reentrant, because reentrant checkpointing loses routing statistics. Older versions of transformers have
+        # only gradient_checkpointing_enable.
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
@@ -69,16 +73,16 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
 
 
 def check_same_tokens(vocabulary, config) -> None:
-    """Refuse a vocabulary that numbers a token otherwise than model.pretrained's: the model learnt other words."""
+    """Raise ValueError if an id stands for another token than in the tokenizer.json of model.pretrained."""
     file = Path(config.model.pretrained, TOKENIZER)
     if not file.is_file():
         return
     learnt = Vocabulary.load(file, foreign=True)
-    for number in range(min(len(vocabulary), len(learnt))):
-        if vocabulary.token(number) != learnt.token(number):
+    for token_id in range(min(len(vocabulary), len(learnt))):
+        if vocabulary.token(token_id) != learnt.token(token_id):
             raise ValueError(
-                f"data.tokenizer {config.data.tokenizer}: token {number} is {vocabulary.token(number)!r}, "
-                f"in {file} {learnt.token(number)!r}; expected that one, or one that adds tokens behind it"
+                f"data.tokenizer {config.data.tokenizer}: token {token_id} is {vocabulary.token(token_id)!r}, "
+                f"in {file} {learnt.token(token_id)!r}; expected that one, or one that adds tokens behind it"
             )
 
 
@@ -91,10 +95,13 @@ def configs_of(model: nn.Module) -> list:
 def pretrained_model(
     source: str | Path, convert: dict | None = None, vocab_size: int | None = None
 ) -> PreTrainedModel:
-    """Load a folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours, in float32.
+    """Load a LLaMA, Qwen2 or Qwen3 model, of transformers or ours, in float32.
 
-    A model of less than `vocab_size` tokens grows: transformers draws new rows of embedding and output from the normal
-    distribution with the old rows' mean and covariance. `convert`: arguments of `convert_llama`; None: no conversion.
+    Args:
+        source: a folder, or a name on the hub.
+        convert: arguments of `convert_llama`; None: no conversion.
+        vocab_size: a model with fewer tokens grows to this size: transformers draws the new rows of embedding and
+            output from a normal distribution with the mean and covariance of the old rows.
     """
     for key in convert or {}:
         if key not in MOH_FIELDS:
@@ -142,7 +149,7 @@ def pretrained_model(
 
 
 def saved_model(folder: str | Path) -> PreTrainedModel:
-    """Load a model that `save_pretrained` wrote, of ours or as `pretrained_model` takes it."""
+    """Load a model that `save_pretrained` wrote: one of ours, or one that `pretrained_model` takes."""
     try:
         ours = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         with quiet():
@@ -154,7 +161,7 @@ def saved_model(folder: str | Path) -> PreTrainedModel:
 
 
 def as_saved(run: Path) -> PreTrainedModel:
-    """Build a run's model with new weights, to load its own into."""
+    """Build the model that the config.json of a run describes, with new weights."""
     config = AutoConfig.from_pretrained(run, trust_remote_code=False)
     if type(config) not in MODELS:
         raise ValueError(
@@ -174,8 +181,13 @@ def text_from_run(file: Path) -> nn.Module:
 
 
 def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[str]:
-    """Load the weights of a run, a folder or .safetensors, whose vocabularies must have these fingerprints.
-    Return the router tensors that it lacks; they stay as they are."""
+    """Load the weights of a run into a model; return the router tensors that the weights lack, which stay as they are.
+
+    Args:
+        model: gets the weights.
+        source: the run, a folder of weights or a .safetensors.
+        vocabularies: fingerprints that the run's vocabularies must have.
+    """
     state, metadata = read_safetensors(weights_file(source))
     if metadata.get("vocabularies") not in (None, vocabularies):
         raise ValueError(
@@ -193,7 +205,7 @@ def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[st
 
 
 def _config(source: str | Path):
-    """Return config and class of a model of transformers or of ours, both ours."""
+    """Return our config and our class for a model of transformers or of ours."""
     name = os.fspath(source)
     if os.path.isfile(name):
         raise ValueError(
@@ -202,7 +214,7 @@ def _config(source: str | Path):
     # On the hub names are NAME or OWNER/NAME.
     if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):
         raise ValueError(f"model.pretrained {source}: no such folder")
-    classes = {}  # by model_type
+    classes = {}  # model_type -> our class
     for theirs, ours in FAMILIES.items():
         classes[theirs.config_class.model_type] = ours
         classes[ours.config_class.model_type] = ours
@@ -216,7 +228,7 @@ def _config(source: str | Path):
             f"model.pretrained {source}: its model_type is {config.model_type!r}, allowed are {', '.join(classes)}"
         )
     if not isinstance(config, ours.config_class):
-        # auto_map is of code that is not needed.
+        # auto_map names code that our class makes unnecessary.
         dropped = ("model_type", "auto_map", "architectures", "transformers_version")
         fields = {name: value for name, value in config.to_dict().items() if name not in dropped}
         config = ours.config_class(**fields)
@@ -225,7 +237,7 @@ def _config(source: str | Path):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide transformers' bars where nobody sees them, and warnings that we give ourselves."""
+    """Hide transformers' warnings, because we give our own, and its progress bars if stderr is not a terminal."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -103,7 +103,7 @@ def caches(tmp_path_factory):
 
 
 def lines_of(pairs):
-    return pairs.numbers.tolist()
+    return pairs.lines.tolist()
 
 
 def test_filters_are_those_of_the_papers(caches):

@@ -17,18 +17,18 @@ from moh_vision.attention.linear import is_captured
 from moh_vision.attention.routing import Call, Routing
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-# Implementations with masks that our executors read: a tensor [B or 1, H or 1, N, M], or None.
+# Attention implementations whose masks our executors can read: a tensor [B or 1, H or 1, N, M], or None.
 TENSOR_MASKS = ("sdpa", "eager")
 
 
 class LayerCache:
-    """One layer of any transformers cache, for our executors.
+    """Adapter that gives executors one layer of a transformers cache.
 
     Args:
-        cache: of transformers.
-        layer: its number.
-        length: keys before the new ones, with the empty slots of a static cache.
-        keep: return only so many first keys; None: all.
+        cache: any cache of transformers.
+        layer: index of the layer.
+        length: number of keys before the new ones, empty slots of a static cache included.
+        keep: return only this many first keys; None: all.
     """
 
     def __init__(self, cache, layer: int, length: int, keep: int | None = None):
@@ -38,7 +38,7 @@ class LayerCache:
         self.keep = keep
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, kv_heads, N, D]; return those to attend to, [B, kv_heads, M, D]."""
+        """Append k and v [B, kv_heads, N, D]; return the keys and values to attend to, [B, kv_heads, M, D]."""
         k, v = self.cache.update(k, v, self.layer)
         if self.keep is None:
             return k, v
@@ -48,20 +48,21 @@ class LayerCache:
 class RoutedAttention(SeparateHeadMixtureAttention):
     """A transformers attention layer with routed heads; it keeps the layer's modules.
 
-    If all heads run, the call is transformers' own, step by step. Otherwise weights follow it, or an executor skips
-    heads for many tokens at once (reading the projections' weights, so not under an adapter); with "query_norm" only
-    without gradients. Decoding token by token runs all heads.
+    If all heads run, a call does what transformers' layer does, step by step. Otherwise either transformers' attention
+    runs all heads and the layer multiplies their outputs by the routing weights, or an executor skips heads. Executors
+    skip heads only for many tokens at once, with "query_norm" only without gradients, and not under an adapter, because
+    they read the weights of the projections. Decoding token by token runs all heads.
 
     "query_norm" reads the output of q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3 before its
     norm, after which all queries of a head have nearly the same length.
 
     Args:
         attn: the dense layer.
-        budget: its heads.
+        budget: how many of its heads are shared and how many routed ones run.
         router: "query_norm" or "moh", or "dense".
         executor: a name in `moh_vision.attention.EXECUTORS`.
         group: choose query heads by whole key-value groups.
-        router_kwargs: of the router.
+        router_kwargs: arguments of the router.
     """
 
     def __init__(
@@ -90,24 +91,26 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         )
         self.qk_norm = hasattr(attn, "q_norm")
         theirs = {name: module for name, module in attn.named_children() if name in MODULES}
-        # Dense order first, new modules last: optimisers number parameters.
+        # Keep the order of the dense layer's modules and put new ones last, because the state of an optimiser refers to
+        # parameters by index. The first `theirs` sets the order; the last one wins over our modules of the same name.
         self._modules = {**theirs, **self._modules, **theirs}
-        # The config, numbers, and the dictionaries of hooks by which transformers records attention matrices: a handle
-        # removes its hook from the dictionary that it was made in. Not accelerate's `forward`.
+        # Take over the config, numbers and dictionaries of forward hooks, but not a `forward` that accelerate has set.
+        # transformers records attention matrices by hooks, and a handle removes its hook from the dictionary in which
+        # the hook was registered.
         for name, value in vars(attn).items():
-            ours = name in vars(self) or name.startswith("_") or callable(value)
-            if name.startswith("_forward_") or not ours:
+            skipped = name in vars(self) or name.startswith("_") or callable(value)
+            if name.startswith("_forward_") or not skipped:
                 setattr(self, name, value)
         self.train(attn.training)
 
     def add_inputs(self, dim: int, bias: bool, **dd) -> None:
-        """Make none: those of the dense layer are taken."""
+        """Add no projections: the layer uses those of the dense layer."""
 
     add_output = add_inputs
 
     @property
     def is_dense(self) -> bool:
-        """Return whether no head is chosen or weighed: no router, or 0/1 weights and all heads on."""
+        """Return whether every head has weight 1: the router is dense, or it is "query_norm" and all heads run."""
         return self.router.all_heads or (self.needs_query and self.budget.active == self.num_heads)
 
     def forward(
@@ -121,11 +124,13 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         cache=None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as transformers' layer: hidden_states [B, N, C] -> output [B, N, C], and the attention matrix if available.
+        """Attend as transformers' layer does: hidden_states [B, N, C] -> output [B, N, C].
+
+        The second value is the attention matrix, or None if it was not computed.
 
         Args:
-            stats: a list or similar; layer i appends its statistics when it holds i entries, so recomputation,
-                as in activation checkpointing, appends nothing.
+            stats: a list or similar. Layer i appends its statistics only if there are i entries, so a recomputation, as
+                in activation checkpointing, appends nothing.
             padded: [B, N], True at padding, which is left out of the statistics.
         """
         x = hidden_states
@@ -133,11 +138,11 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             cache = past_key_values
         queries = None
         routing = None
-        # Not only if it collects: recomputation must compute the same tensors.
+        # With `stats`, route even if the call appends nothing: a recomputation must compute the same tensors.
         if stats is not None or not self.is_dense:
             queries, routing = self._route(x, stats, padded)
         if self.is_dense:
-            routing = None
+            routing = None  # it was computed for the statistics alone
         else:
             call = Call(x, routing, q=queries, rotary=position_embeddings)
             executor = self.executor_of(call, attention_mask, cache, **kwargs)
@@ -168,15 +173,18 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def _route(
         self, x: Tensor, stats: list[RoutingStats] | None, padded: Tensor | None
     ) -> tuple[Tensor | None, Routing]:
-        """Return queries [B, H, N, D], where the router reads them, and the routing; append its statistics to `stats`."""
+        """Return queries [B, H, N, D] and the routing; append the routing's statistics to `stats`.
+
+        The queries are None if the router does not read them.
+        """
         collects = stats is not None and len(stats) == self.layer_idx
         queries = None
         if self.needs_query:
             queries = self.project_queries(x).transpose(1, 2)
         learns = self.training or torch.is_grad_enabled()
-        if self.needs_query and x.shape[1] == 1 and not collects and not learns:
-            # One token at a time nobody asks for more than the choice.
-            routing = self.router.choose(queries)
+        decodes = x.shape[1] == 1 and not collects and not learns
+        if decodes and self.needs_query:
+            routing = self.router.choose(queries)  # statistics would be read by nobody
         else:
             routing = self.router(x, queries, padded)
         if collects:
@@ -186,7 +194,10 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def rotated(
         self, x: Tensor, queries: Tensor | None, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions (Qwen copies LLaMA's)."""
+        """Return q [B, H, N, D], k and v [B, kv_heads, N, D] of x, with rotary embeddings of q and k.
+
+        LLaMA's function serves Qwen too, whose own is a copy.
+        """
         shape = (*x.shape[:-1], -1, self.head_dim)
         if queries is None:
             q = self.q_proj(x).view(shape)
@@ -198,7 +209,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
     def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Executor | None:
-        """Return a call's executor, given its mask and cache; None: transformers' attention with weights."""
+        """Return the executor of a call with this mask and cache; None: transformers' attention, times the weights."""
         if not self._is_for_executors(call, mask, **kwargs):
             return None
         implementation = self.config._attn_implementation
@@ -206,36 +217,38 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         causal = kwargs.get("is_causal")
         if causal is None:
             causal = self.is_causal
-        # Without a mask, "sdpa" takes many tokens as the first ones, also in a longer static cache.
-        first = mask is None and N > 1 and implementation == "sdpa" and causal
+        # Without a mask, transformers' "sdpa" takes several tokens for the start of a text, even if a static cache has
+        # more slots.
+        starts = mask is None and N > 1 and implementation == "sdpa" and causal
         cache = None
         if past is not None:
-            # A mask has as many columns as there are keys; without one a cache holds what it was given.
+            # A mask has a column for every slot of the cache. Without a mask, the tokens in the cache count.
             if mask is None:
                 before = int(past.get_seq_length(self.layer_idx))
             else:
                 before = mask.shape[-1] - N
-            cache = LayerCache(past, self.layer_idx, before, N if first else None)
+            cache = LayerCache(past, self.layer_idx, before, N if starts else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=cache)
+        call = call._replace(attn_mask=mask, is_causal=starts, dropout_p=dropout_p, cache=cache)
         executor = self.make_executor(call)
         if type(executor) is not Masked:
             return executor
-        # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
+        # Without a mask, "sdpa" reads a key-value head once for each of its query heads, `Masked` only once.
         decodes = N == 1 and past is not None and mask is None
         if decodes and self.grouped and implementation == "sdpa":
             return executor
         return None
 
     def _is_for_executors(self, call: Call, mask: Tensor | None, **kwargs) -> bool:
-        """Return whether our executors compute what transformers' attention would, mask included."""
+        """Return whether our executors compute the same as transformers' attention for a call with this mask."""
         implementation = self.config._attn_implementation
         if self.executor == "masked" or implementation not in TENSOR_MASKS:
             return False
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dim() != 4:
                 return False
-            # Masks of "eager" are finite; the fused kernel's gradient is wrong for fully masked rows.
+            # "eager" masks by a finite number. For rows that are masked as a whole, the gradient of the fused kernel
+            # would then be wrong.
             if implementation == "eager" and torch.is_grad_enabled():
                 return False
         if is_captured(call.x):
@@ -247,12 +260,12 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):
-    """A LlamaAttention, by which transformers finds layers with attention matrices."""
+    """A subclass of LlamaAttention: by that class transformers finds the layers whose attention matrices it records."""
 
 
 class MoHQwen2Attention(RoutedAttention, Qwen2Attention):
-    """A Qwen2Attention, as `MoHLlamaAttention`."""
+    """A subclass of Qwen2Attention, see `MoHLlamaAttention`."""
 
 
 class MoHQwen3Attention(RoutedAttention, Qwen3Attention):
-    """A Qwen3Attention, as `MoHLlamaAttention`."""
+    """A subclass of Qwen3Attention, see `MoHLlamaAttention`."""

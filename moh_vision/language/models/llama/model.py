@@ -42,15 +42,18 @@ class Collected(UserList):
     """
 
     def take(self) -> list[RoutingStats]:
-        """Return the entries, once: a checkpointed layer keeps this object for backward, so it must not hold the graph. Its
-        length stays, so that recomputation appends nothing."""
+        """Return the entries, and replace them by None here.
+
+        A checkpointed layer keeps this object until backward, so the object must not hold the graph. Its length stays,
+        so that a recomputation appends nothing.
+        """
         entries = self.data
         self.data = [None] * len(entries)
         return entries
 
 
 class RoutedCausalLM(RoutedLoss):
-    """Methods beside transformers' own; a mixin before one of its classes.
+    """Mixin that gives a transformers model routed attention and its losses; it comes before transformers' class.
 
     The loss of `forward(labels=...)` is only cross-entropy: to train routers use `routed_loss` and add their losses, as
     `moh_vision.language.task.LanguageTask` does.
@@ -60,11 +63,11 @@ class RoutedCausalLM(RoutedLoss):
 
     @property
     def fsdp_layers(self) -> list[str]:
-        """Return layer classes that FSDP may gather one by one: their statistics survive it."""
+        """Return the layer classes that FSDP may gather one by one without losing their statistics."""
         return sorted(self._no_split_modules)
 
     def __init__(self, config: PreTrainedConfig):
-        if config.moh is not None:  # from_pretrained(..., moh=...) sets it unseen
+        if config.moh is not None:  # from_pretrained(..., moh=...) sets the field without a check
             config.moh = checked_moh(config.moh, config)
         super().__init__(config)
         for layer, attention in zip(
@@ -74,22 +77,25 @@ class RoutedCausalLM(RoutedLoss):
 
     @property
     def head_budget_shape(self) -> str | None:
-        """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
+        """Return how a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
         if self.config.moh is None:
             return None
         return self.config.moh["head_budget_shape"]
 
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
-        """Make the attention of every layer that a config describes, around the layer's modules; the model is unchanged."""
+        """Make the attention layers that a config describes from those of a model, which is not changed.
+
+        A new layer has the projections of the old one.
+        """
         moh = dict(config.moh or {"router": "dense"})
-        for name in ("head_budget", "head_budget_shape"):  # the layers' budgets say it
+        for name in ("head_budget", "head_budget_shape"):  # every layer gets its own budget instead
             moh.pop(name, None)
         layers = zip(model.model.layers, config_budgets(config), strict=True)
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return logits, as transformers has them."""
+        """Return logits, as transformers' models do, not log-probabilities."""
         return self.lm_head(hidden)
 
     def token_losses(
@@ -106,8 +112,10 @@ class RoutedCausalLM(RoutedLoss):
     def states_and_stats(
         self, attention_mask: Tensor | None = None, **inputs
     ) -> tuple[Tensor, list[RoutingStats]]:
-        """Return the last layer's normed output [B, N, C], and every layer's statistics, without what a mask
-        [B, past + N] hides. Arguments are those of forward, without labels."""
+        """Return the last layer's normalised output [B, N, C], and the statistics of every layer.
+
+        Statistics leave out the tokens that a mask [B, past + N] hides. Takes the arguments of forward but labels.
+        """
         self.refuse_reentrant()
         padded = None
         if attention_mask is not None and attention_mask.dim() == 2:
@@ -122,8 +130,8 @@ class RoutedCausalLM(RoutedLoss):
         return output.last_hidden_state, stats.take()
 
     def refuse_reentrant(self) -> None:
-        """Refuse reentrant activation checkpointing: its first pass records no graph, so routers would silently learn
-        nothing from the balance loss."""
+        """Raise ValueError for reentrant activation checkpointing: its first pass records no graph, so routers would
+        silently learn nothing from the balance loss."""
         if not self.training or not torch.is_grad_enabled():
             return
         for layer in self.model.layers:
@@ -172,9 +180,9 @@ def convert_llama(
 ) -> nn.Module:
     """Give a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM routed heads, in place.
 
-    Its class and config class become ours (`MoHLlamaForCausalLM`, ...); modules and weights stay the same objects.
-    "query_norm" adds no parameters; those of "moh" start at zero. With all heads active the output equals the dense
-    model's, bit for bit. Where it differs from `moh_vision.convert`:
+    The class of the model and of its config become ours (`MoHLlamaForCausalLM`, ...); modules and weights stay the same
+    objects. "query_norm" adds no parameters; the parameters of "moh" start at zero. With all heads active the output
+    equals the dense model's, bit for bit. Arguments that differ from those of `moh_vision.convert`:
 
     Args:
         model: of transformers, or a dense one of ours.
@@ -183,12 +191,12 @@ def convert_llama(
         router: "query_norm" (Jin 2024, section 4.4; the default) or "moh" (its eq. 5 and 6).
         scope: "token"; a causal model has no other.
         router_kwargs: gate_scale and two_stage of "moh".
-        group: choose query heads by whole key-value groups, by the norm of the group's queries. Only so does decoding
-            read fewer keys and values: those of a group that is off are skipped.
-        calibrate: a few batches, input_ids [B, N] or dicts with input_ids and attention_mask. They order each layer's
-            heads by contribution, so the shared heads are the strongest, not the first. Key-value heads move
-            with all their query heads: first the strongest group, and within a group the strongest head. The
-            dense output stays, up to the order of its sums.
+        group: choose query heads by whole key-value groups, by the norm of the group's queries. Only then does decoding
+            read fewer keys and values, because it skips those of a group that is off.
+        calibrate: a few batches, input_ids [B, N] or dicts with input_ids and attention_mask, by which each layer's
+            heads are sorted by contribution, so that the shared heads are the strongest, not the first. Key-value
+            heads move with all their query heads: first the strongest group, and within a group the strongest
+            head. The dense output stays the same, up to the order of its sums.
     """
     if scope != "token":
         raise ValueError(
@@ -200,13 +208,13 @@ def convert_llama(
     moh = dict(
         router=router,
         head_budget=head_budget,
-        head_budget_shape="uniform",  # of a plain share
+        head_budget_shape="uniform",  # for a share without a shape of its own
         executor=executor,
         group=group,
         router_kwargs=router_kwargs or None,
     )
     config = model.config
-    # A new one, for other models may have the old one too. Making it checks the options.
+    # Make a new config, because other models may share the old one. Making it also checks the options.
     fields = dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh)
     routed_config = ours.config_class(**fields)
     routed_config._attn_implementation = config._attn_implementation
@@ -228,12 +236,12 @@ def convert_llama(
     for module in model.modules():
         if type(getattr(module, "config", None)) is type(config):
             module.config = routed_config
-    model.__class__ = ours  # the same object as before: only a change of class leaves it so
+    model.__class__ = ours  # in place: callers keep their object
     return model
 
 
 def family_of(model: nn.Module) -> type:
-    """Return our class for a dense model; refuse models that `convert_llama` cannot change."""
+    """Return our class for a dense model; raise ValueError for models that `convert_llama` cannot change."""
     ours = FAMILIES.get(type(model), type(model))
     if ours not in FAMILIES.values():
         raise ValueError(
@@ -262,9 +270,9 @@ def load_moh_llama3(
 ) -> MoHLlamaForCausalLM:
     """Load a folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running its code.
 
-    Its config.json is LLaMA's, without routing, which its code fixes: the first half of the heads are shared; of the
-    others each token chooses a quarter of all heads, by the length of their queries. In 16 bits that code computes
-    scores in 16 bits too, with ties; here they are float32.
+    The folder's config.json is LLaMA's and does not mention routing, which the released code fixes: the first half of
+    the heads is shared, and each token chooses 50 % of the other half, by the norm of the queries. In 16 bits the
+    released code also computes these norms in 16 bits, which gives ties; here the norms are float32.
 
     Args:
         path: the folder, or its name on the hub.

@@ -1,0 +1,206 @@
+"""diffusers' schedulers: those that our samplers use, and what we work around in them.
+
+Users may replace a scheduler by one of another class, made with diffusers' `from_config`. The new one then also has
+settings of the old one that do not fit it. n is the number of steps.
+
+    scheduler                      what goes wrong                             what we do
+    -----------------------------  ------------------------------------------  ----------------------------------------
+    FlowMatchEulerDiscrete,        its own last step begins at t = 0.001 and   `set_steps` passes equal steps: 1,
+      FlowMatchSDE (ours)            does almost nothing                         1 - 1/n, ..., 1/n
+    any with "leading" timesteps   if n does not divide 1000, the first may    `set_steps` refuses n if the first
+                                     be far from noise                           timestep is too small
+    multistep solvers              keep predictions of the last sampling       `denoise` sets the steps again
+    DDIM from DDPM's settings      its steps have length 1000 // n, which      `fit_scheduler` makes the timesteps
+                                     "linspace" timesteps do not fit             "leading"
+    DPM-Solver from DDPM's         a learned `variance_type` makes it cut      `fit_scheduler` sets it to None, and
+      settings                       the prediction to three channels            `denoise` drops the variance
+    one without `clip_sample`,     nothing is clipped                          `fit_scheduler` sets `thresholding`, if
+      from settings with it                                                      the class has it
+    DDIM with `clip_sample`        uses the noise of the image before          `step_options` asks for the noise of the
+                                     clipping, which turns pixels grey           clipped image, as the official DiT
+    deterministic: UniPC, Heun     `step` takes no generator                   `step_options` passes none
+    flow: FlowMatch...             has neither `init_noise_sigma` nor          `denoise` scales by 1
+                                     `scale_model_input`
+    UniPC, DPM-Solver              call the shift `flow_shift`                 `shift_of` reads both names
+    Heun                           lists most timesteps twice                  sample.py counts heads by distinct ones
+    FlowMatchSDE (ours)            diffusers opens it from a saved pipeline    pipeline.py imports the module,
+                                     only if its module is imported, and has     flow_sde.py imports the name
+                                     the name `SchedulerMixin`
+"""
+
+from __future__ import annotations  # annotations name classes that only type checkers import
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+
+# Each sampler, with the objective of the models that it samples from.
+SAMPLERS = {
+    "ddpm": "noise",
+    "ddim": "noise",
+    "dpm-solver++": "noise",
+    "euler": "flow",
+    "heun": "flow",
+    "sde": "flow",
+}
+LEARNED = ("learned", "learned_range")  # values of `variance_type`
+
+
+def samplers_of(objective: str) -> list[str]:
+    """Return the samplers for models trained with `objective`."""
+    return [name for name, sampled in SAMPLERS.items() if sampled == objective]
+
+
+def sampler_for(objective: str, config, key: str) -> str:
+    """Return the sampler of a configuration, or its default, for a model trained with `objective`."""
+    fitting = samplers_of(objective)
+    if config.sampler and config.sampler not in fitting:
+        takes = ", ".join(fitting)
+        raise ValueError(
+            f"{key} {config.sampler}: a model trained with objective {objective} takes {takes}"
+        )
+    return config.sampler or config.default_sampler[objective]
+
+
+def objective_of(scheduler: SchedulerMixin) -> str:
+    """Return the objective that a scheduler of diffusers samples from: "noise" or "flow"."""
+    if type(scheduler).__name__.startswith("FlowMatch"):
+        return "flow"
+    if scheduler.config.get("prediction_type") == "flow_prediction":
+        return "flow"
+    return "noise"
+
+
+def shift_of(scheduler: SchedulerMixin) -> float:
+    """Return the factor that shifts a flow scheduler's steps towards the noise; 1 if there is no shift."""
+    config = scheduler.config
+    return config.get("shift", config.get("flow_shift", 1.0))
+
+
+def uses_learned_variance(scheduler: SchedulerMixin) -> bool:
+    """Return whether the scheduler takes a prediction with the variance, [B, 2C, h, w]; only DDPM's can."""
+    from diffusers import DDPMScheduler
+
+    return isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
+
+
+def make_scheduler(
+    sampler: str, num_steps: int, learned_variance: bool, clip: bool, shift: float = 1.0
+) -> SchedulerMixin:
+    """Make a diffusers scheduler, set to `num_steps`.
+
+    Args:
+        sampler: a name of `SAMPLERS`. For models that predict noise: "ddpm", the official DiT's sampler with
+            respaced steps ("linspace"); "ddim", deterministic ("leading": the official steps where num_steps
+            divides 1000); "dpm-solver++", second order and multistep, with equal steps of log SNR down to zero
+            noise (Lu et al. 2022). On images with fine detail "dpm-solver++" comes nearest to exact solutions
+            (docs/guides/sampling.md). For models that predict a velocity: "euler" and "heun" (two passes a step)
+            solve the ODE, "sde" the stochastic equation of `FlowMatchSDEScheduler`.
+        num_steps: number of steps.
+        learned_variance: the model also predicts the variance, as an interpolation; "ddpm" uses it.
+        clip: clip the predicted image to [-1, 1]: for pixels, not for latents; ignored for flow.
+        shift: factor that shifts the steps of a flow towards the noise; take the one of the training.
+    """
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
+    import diffusers
+
+    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # imports diffusers
+
+    variance = "learned_range" if learned_variance else "fixed_small"
+    dpm = dict(
+        algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True, final_sigmas_type="zero"
+    )
+    scheduler_class, options = {
+        "ddpm": (
+            diffusers.DDPMScheduler,
+            dict(clip_sample=clip, variance_type=variance, timestep_spacing="linspace"),
+        ),
+        "ddim": (diffusers.DDIMScheduler, dict(clip_sample=clip, timestep_spacing="leading")),
+        # thresholding clips to [-1, 1]: `sample_max_value` is 1 by default.
+        "dpm-solver++": (diffusers.DPMSolverMultistepScheduler, dict(dpm, thresholding=clip)),
+        "euler": (diffusers.FlowMatchEulerDiscreteScheduler, dict(shift=shift)),
+        "heun": (diffusers.FlowMatchHeunDiscreteScheduler, dict(shift=shift)),
+        "sde": (FlowMatchSDEScheduler, dict(shift=shift)),
+    }[sampler]
+    if SAMPLERS[sampler] == "noise":
+        options.update(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
+    scheduler = scheduler_class(num_train_timesteps=NUM_TIMESTEPS, **options)
+    set_steps(scheduler, num_steps)
+    return scheduler
+
+
+def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
+    """Set the number of steps and reset the scheduler's state; refuse steps that would begin far from noise."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    total = scheduler.config.num_train_timesteps
+    if not 1 <= num_steps <= total:
+        raise ValueError(f"steps {num_steps} is out of range: 1 to {total}")
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist())
+    else:
+        scheduler.set_timesteps(num_steps)
+    timesteps = scheduler.timesteps.tolist()
+    if len(timesteps) < 2:
+        return
+    first, second = timesteps[:2]
+    # One more step of the same size before the first should reach the noise.
+    if first + (first - second) < 0.9 * total:
+        begin = (
+            f"the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}"
+        )
+        raise ValueError(f"steps {num_steps}: {begin}; take a divisor of {total}")
+
+
+def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
+    """Return the scheduler with settings that fit its class, or itself if they do; see the table above.
+
+    Args:
+        scheduler: may have been made by `from_config` of another class.
+        learned_variance: whether the model predicts the variance.
+
+    Raises:
+        ValueError: if the scheduler needs a learned variance, and the model does not predict it.
+    """
+    from diffusers import DDIMScheduler
+
+    config = scheduler.config
+    parameters = inspect.signature(type(scheduler).__init__).parameters
+    needs_variance = uses_learned_variance(scheduler)
+    if needs_variance and not learned_variance:
+        raise ValueError(
+            f"the scheduler's variance_type {config.variance_type} needs a model with a learned variance"
+        )
+    change: dict = {}
+    if isinstance(scheduler, DDIMScheduler) and config.timestep_spacing == "linspace":
+        change["timestep_spacing"] = "leading"
+    says_learned = "variance_type" in parameters and config.variance_type in LEARNED
+    if says_learned and not needs_variance:
+        change["variance_type"] = None
+    clip_is_ignored = config.get("clip_sample") and "clip_sample" not in parameters
+    if clip_is_ignored and "thresholding" in parameters and not config.thresholding:
+        change["thresholding"] = True
+        change["sample_max_value"] = config.get("clip_sample_range", 1.0)
+    if not change:
+        return scheduler
+    return type(scheduler).from_config(config, **change)
+
+
+def step_options(scheduler: SchedulerMixin, generators: Sequence[torch.Generator]) -> dict:
+    """Return the keyword arguments of the scheduler's `step`; see the table above."""
+    parameters = inspect.signature(scheduler.step).parameters
+    options: dict = {}
+    if "generator" in parameters:
+        options["generator"] = generators
+    if "use_clipped_model_output" in parameters:
+        options["use_clipped_model_output"] = bool(scheduler.config.get("clip_sample"))
+    return options
