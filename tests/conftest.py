@@ -9,22 +9,20 @@ import torch
 
 from tests.support.paths import ROOT
 
+# Without a GPU, Triton interprets its kernels on the CPU. It reads the variable when it is imported.
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when Triton is imported: kernels run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-os.environ.update(
-    MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off"
-)  # times and compilers decide nothing here
+# Tests neither measure attention nor build operators, so that their results depend on no timing and no compiler.
+os.environ.update(MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off")
 
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
 
 
 def pytest_configure(config):
-    # Those of timm's own tests, see tests/models/test_timm_contract.py.
-    timms = "base cfg cfg_nonstd forward backward torchscript features fxforward fxbackward"
-    for name in timms.split():
+    # tests/models/test_timm_contract.py runs timm's own tests, which have these markers.
+    markers = "base cfg cfg_nonstd forward backward torchscript features fxforward fxbackward"
+    for name in markers.split():
         config.addinivalue_line("markers", f"{name}: of timm's own tests")
 
 
@@ -36,7 +34,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Imports make millions of objects, no garbage: they are neither searched meanwhile nor at the end of every run."""
+    """Keep the garbage collector away from the millions of objects that imports make, and which are no garbage."""
     gc.disable()
     try:
         return (yield)
@@ -46,18 +44,18 @@ def pytest_collection():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or Triton's bindings print that they leak
+    gc.unfreeze()  # otherwise Triton's bindings report leaks at exit
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-    torch.compiler.reset()  # compiled variants of one test do not count against another's limit
+    torch.compiler.reset()  # recompilations of one test must not count towards the limit of another
 
 
 @pytest.fixture
 def cifar10() -> str:
-    """Folder of CIFAR-10 shards, for tests that say more on real data."""
+    """The folder of CIFAR-10 shards, for tests that need real data."""
     if not CIFAR.is_dir():
         pytest.skip(f"no CIFAR-10 shards at {CIFAR} (set MOH_VISION_CIFAR10)")
     return str(CIFAR)
@@ -65,7 +63,7 @@ def cifar10() -> str:
 
 @pytest.fixture(params=["cpp", "torch"])
 def path(request) -> str:
-    """Run a test on the C++ operators and in plain PyTorch, or on Triton's kernels (on a GPU where one is)."""
+    """The path of operators that a test uses: "cpp" and "torch" or, if the test asks for it, "triton", on a GPU if there is one."""
     from moh_vision.attention import kernels
 
     try:
@@ -88,7 +86,7 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def run_command(capsys):
-    """run_command(name, *argv): the exit code of a command and what it printed."""
+    """run_command(name, *argv) runs a command and returns its exit code and what it printed."""
     from moh_vision.__main__ import main
 
     def run(*argv):
@@ -100,7 +98,7 @@ def run_command(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(name, *argv): the one line with which a command refuses its arguments, before it prints anything."""
+    """refused(name, *argv) runs a command, which must refuse its arguments in one line and print nothing; returns the line."""
     from moh_vision.__main__ import main
     from tests.support import refusals
 
@@ -109,7 +107,10 @@ def refused(capsys):
 
 @pytest.fixture
 def forget_precision():
-    """forget_precision(): another precision may come, of which a process has one; done at the end of the test too."""
+    """forget_precision() resets accelerate's state, so that this process may use another precision.
+
+    It is called at the end of the test too.
+    """
     from accelerate.state import AcceleratorState
 
     yield (forget := functools.partial(AcceleratorState._reset_state, reset_partial_state=True))
@@ -118,7 +119,10 @@ def forget_precision():
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
+    """trained(name, steps, *options) returns the folder of a small run of `small_runs`, which ends in its name.
+
+    Tests share the folders: a test that changes one changes a copy.
+    """
     from tests.support import small_runs
 
     kept = {}
@@ -135,7 +139,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def training():
-    """A `SmallTraining`, in a process that may fork."""
+    """A `SmallTraining` with one thread, because a test may fork this process."""
     from tests.support.small_training import SmallTraining
 
     threads = torch.get_num_threads()

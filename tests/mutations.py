@@ -1,14 +1,16 @@
-"""Change one operator or constant of a room at a time, and see whether its tests notice.
+"""Change one operator or constant in a folder of code at a time, and see whether a test fails.
 
     python tests/mutations.py --room moh_vision/attention --seed 17 --count 20 --tests tests/attention [--list]
 
-Works in a copy of the tree, where the tests must pass first; a mutation that makes them take three times as long is dead.
-A survivor is a missing test, a change that means the same, or code that does nothing.
+The tests run in a copy of the repository, first without a mutation, where they must pass. A mutation dies if a test fails or
+if the tests take three times as long. One that survives shows a missing test, code without effect, or is equivalent to the
+original.
 """
 
 import argparse
 import ast
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -24,14 +26,15 @@ from moh_vision.common.io import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = "Lt LtE Gt GtE Eq NotEq Is IsNot In NotIn Add Sub Mult Div BitAnd BitOr LShift RShift And Or USub UAdd".split()
+# Name of an operator's class in `ast` -> the class that replaces it.
 NEIGHBOUR = {**dict(zip(PAIRS[::2], PAIRS[1::2])), **dict(zip(PAIRS[1::2], PAIRS[::2]))}
 NEIGHBOUR.update(FloorDiv="Mult", Mod="FloorDiv", Pow="Mult")
 
 
 def nodes(node):
-    """Walk the code in order, leaving out types, messages, and what is put together of strings (paths, help)."""
-    text = isinstance(node, ast.BinOp) and re.search("[\"']", ast.unparse(node))
-    if text or isinstance(node, (ast.Raise, ast.JoinedStr)):
+    """Yield `node` and the nodes below it in their order in the code, without type hints, messages and string operations."""
+    joins_strings = isinstance(node, ast.BinOp) and re.search("[\"']", ast.unparse(node))
+    if joins_strings or isinstance(node, (ast.Raise, ast.JoinedStr)):
         return
     yield node
     for name, value in ast.iter_fields(node):
@@ -43,10 +46,10 @@ def nodes(node):
 
 
 def mutations(tree):
-    """Change `tree` in one place and yield the number of its line; the next step undoes that."""
+    """Mutate `tree` in place and yield the line number; the mutation is undone when the iterator goes on to the next one."""
     for node in nodes(tree):
         fields = vars(node)
-        found = []  # (holder, key, new value)
+        found = []  # (dict or list, key or index, new value): holder[key] = new makes the mutation
         if isinstance(node, ast.Constant) and isinstance(node.value, bool):
             found.append((fields, "value", not node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 100:
@@ -67,12 +70,14 @@ def mutations(tree):
 
 
 def draw(files, count, seed):
-    """Draw from each of `count` equal parts of all mutations: [(file, what changes, source before, source after)]."""
-    every = [
-        (file, k)
-        for file in files
-        for k, _ in enumerate(mutations(ast.parse((ROOT / file).read_text())))
-    ]
+    """Draw one mutation from each of `count` equal parts of all mutations of `files`.
+
+    Returns [(file, description of the change, source before, source after)].
+    """
+    every = []  # (file, index of the mutation within it)
+    for file in files:
+        tree = ast.parse((ROOT / file).read_text())
+        every += [(file, k) for k, _ in enumerate(mutations(tree))]
     pick = random.Random(seed)
     drawn = []
     for part in range(count):
@@ -81,7 +86,8 @@ def draw(files, count, seed):
         file, k = every[pick.randrange(first, end)]
         tree = ast.parse((ROOT / file).read_text())
         before = ast.unparse(tree)
-        line = next(line for n, line in enumerate(mutations(tree)) if n == k)
+        # Stops at the k-th mutation, so `tree` stays mutated.
+        line = next(itertools.islice(mutations(tree), k, None))
         after = ast.unparse(tree)
         lines = zip(before.splitlines(), after.splitlines())
         old, new = next(pair for pair in lines if pair[0] != pair[1])
@@ -90,7 +96,10 @@ def draw(files, count, seed):
 
 
 def first_failure(tree, tests, limit=None):
-    """Return the first test that fails in `tree` or what else ended the run; "" where all pass."""
+    """Run tests in `tree` and return the name of the first that fails, or why the run ended; "" if all pass.
+
+    limit: seconds after which the run is killed.
+    """
     command = [
         sys.executable,
         *"-m pytest -xq -p no:cacheprovider -m".split(),
@@ -108,13 +117,13 @@ def first_failure(tree, tests, limit=None):
         return "time limit"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)  # and what the tests started
-    failed = re.findall(
-        r"^(?:FAILED|ERROR) (\S+)", (tree.parent / "printed").read_text(), flags=re.MULTILINE
-    )
-    if not code:
+            # Kill the whole process group, because tests may have started processes.
+            os.killpg(run.pid, signal.SIGKILL)
+    if code == 0:
         return ""
-    return (failed or [f"exit code {code}"])[0]
+    printed = (tree.parent / "printed").read_text()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, flags=re.MULTILINE)
+    return failed[1] if failed else f"exit code {code}"
 
 
 if __name__ == "__main__":
@@ -133,11 +142,11 @@ if __name__ == "__main__":
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     args = parser.parse_args()
     files = [path.relative_to(ROOT) for path in sorted((ROOT / args.room).resolve().rglob("*.py"))]
-    drawn = draw(
-        [file for file in files if not any(map(file.match, args.exclude))], args.count, args.seed
-    )
+    files = [file for file in files if not any(map(file.match, args.exclude))]
+    drawn = draw(files, args.count, args.seed)
     if args.list:
-        sys.exit(print(*(change for _, change, _, _ in drawn), sep="\n"))
+        print(*(change for _, change, _, _ in drawn), sep="\n")
+        sys.exit()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Path(folder) / "tree"
         start = time.monotonic()
@@ -146,14 +155,13 @@ if __name__ == "__main__":
         )
         if (built := cache_folder() / "kernels").is_dir():
             shutil.copytree(built, Path(folder) / "cache" / "kernels")
+        # The files are written as ast.unparse prints them, so that only the mutation differs between the runs.
         for file, _, before, _ in drawn:
             (tree / file).write_text(before)
         if failed := first_failure(tree, args.tests):
             sys.exit(f"without a mutation: {failed}")
-        print(
-            f"without a mutation the tests take {(seconds := time.monotonic() - start):.0f} s",
-            flush=True,
-        )
+        seconds = time.monotonic() - start
+        print(f"without a mutation the tests take {seconds:.0f} s", flush=True)
         for file, change, before, after in drawn:
             (tree / file).write_text(after)
             failed = first_failure(tree, args.tests, 3 * seconds)

@@ -1,4 +1,4 @@
-"""The mutations that `tests/mutations.py` draws."""
+"""Tests of the mutations that `tests/mutations.py` makes."""
 
 import ast
 

@@ -16,8 +16,8 @@ N = 6
 LAYERS = {
     **{name: ROUTERS[name] for name in ("moh", "query_norm", "mae")},
     "moh, sample": dict(**ROUTERS["moh"], scope="sample"),
-    "moh, separate": dict(**ROUTERS["moh"], kind=SeparateHeadMixtureAttention),
-    "query_norm, separate": dict(**ROUTERS["query_norm"], kind=SeparateHeadMixtureAttention),
+    "moh, separate": dict(**ROUTERS["moh"], layer_class=SeparateHeadMixtureAttention),
+    "query_norm, separate": dict(**ROUTERS["query_norm"], layer_class=SeparateHeadMixtureAttention),
     "query_norm, grouped": dict(**ROUTERS["query_norm"], kv_heads=3),
     "moa": dict(router="moa", budget=(0, 3), kv_heads=1, router_kwargs=dict(noisy=True)),
 }

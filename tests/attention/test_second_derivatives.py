@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention import EXECUTORS
+from moh_vision.attention.executors import Reference
 from tests.support.layers import ROUTERS, C, build
 
 B, N = 2, 5
@@ -93,6 +94,6 @@ def test_triton_equals_the_reference(case, loss, executor, path):
     x = torch.randn(B, N, C, requires_grad=True)
     calls = dict(causal=dict(is_causal=True), mask=dict(attn_mask=torch.rand(B, 1, N, N) < 0.6))
     got = twice(layer, x, LOSSES[loss], **calls.get(case, {}))
-    layer.executor = "reference"
+    layer.executor = Reference
     for a, b in zip(got, twice(layer, x, LOSSES[loss], **calls.get(case, {})), strict=True):
         assert (a - b).norm() <= 1e-3 * (1 + b.norm())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention.executors import Reference
 from moh_vision.attention.executors.products import (
     GatheredProducts,
     LookedUpProducts,
@@ -107,7 +108,7 @@ def test_what_a_gpu_takes(tokens, grad, products, triton):
     with torch.set_grad_enabled(grad):
         executor = layer.make_executor(Call(x, layer.route(x)[0]))
         packed = layer(x)[0]
-        layer.executor = "reference"
+        layer.executor = Reference
         torch.testing.assert_close(packed, layer(x)[0], rtol=0, atol=1e-5)
     if products is None:
         assert type(executor).__name__ == "InPlace"

@@ -16,7 +16,7 @@ from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create
 from tests.support import refusals
-from tests.support.pictures import encoded, gradient, kinds, write_folder
+from tests.support.pictures import encoded, gradient, image_files, write_folder
 from tests.support.small_runs import checkpoint_steps, entries, results, same
 
 MODEL = (
@@ -49,7 +49,7 @@ def mixed_folder(root):
     """Two classes, files of every kind, and one truncated file in each split."""
     write_folder(root, train=6, val=4)
     for split in ("train", "val"):
-        for name, data in kinds().items():
+        for name, data in image_files().items():
             (root / split / "cat" / name).write_bytes(data)
         photo = encoded(gradient(64, 64), "JPEG")
         (root / split / "dog" / "torn.jpg").write_bytes(photo[: len(photo) // 2])

@@ -1,4 +1,4 @@
-"""Score and latency over the share of heads: budgets, what is measured, and the command on small runs."""
+"""The command budget-curve, which draws scores and latency over the share of heads."""
 
 import json
 import shutil
@@ -23,64 +23,54 @@ HEADS = ["--model.num_heads", "8"]
 
 
 def vit(budget, **kwargs):
-    options = {
-        **tiny_vit.TINY,
-        "depth": 3,
-        "embed_dim": 48,
-        "num_heads": 8,
-        "head_budget": budget,
-        **kwargs,
-    }
-    return timm.create_model("moh_vit_tiny_patch16_224", **options).eval()
+    options = dict(tiny_vit.TINY, depth=3, embed_dim=48, num_heads=8, head_budget=budget)
+    return timm.create_model("moh_vit_tiny_patch16_224", **{**options, **kwargs}).eval()
 
 
 def active(budgets):
-    return {share: [b.active for b in of.heads] for share, of in budgets.items()}
+    """Return {share: active heads of each layer} of {share: budgets of the model}."""
+    return {share: [b.active for b in one.heads] for share, one in budgets.items()}
 
 
 def test_shares_are_spread_as_the_model_s_own():
+    """A model whose budget is a ramp gets ramps, and one whose budget is uniform gets uniform budgets."""
     ramp = vit(0.5)
     uniform = vit("uniform:0.5")
     found = active(budgets_of(ramp, ["1", "0.75"]))
     assert list(found) == [0.5, 0.75, 1]
-    assert (
-        found[0.75] == [b.active for b in resolve_budget(0.75, 3, 8, 6)]
-        and found[0.75][0] < found[0.75][2]
-    )
+    assert found[0.75] == [b.active for b in resolve_budget(0.75, 3, 8, 6)]
+    assert found[0.75][0] < found[0.75][2]
     assert active(budgets_of(uniform, ["0.75"])) == {0.5: [4] * 3, 0.75: [6] * 3}
     assert active(budgets_of(ramp, ["uniform:0.75"]))[0.75] == [6] * 3
-    for model in (ramp, uniform):  # shared heads stay
-        for of in budgets_of(model, None).values():
-            assert [b.shared for b in of.heads] == [
-                layer.budget.shared for layer in attention_layers(model)
-            ]
+    for model in (ramp, uniform):
+        shared = [layer.budget.shared for layer in attention_layers(model)]
+        for budgets in budgets_of(model, None).values():
+            assert [b.shared for b in budgets.heads] == shared
 
 
 def test_shares_that_the_shared_heads_do_not_allow():
-    model = vit([(4, 2), (4, 2), (3, 3)])  # 14 of 24 heads at least
+    # 14 of 24 heads are the least that can run: the shared ones, and a routed one in each layer.
+    model = vit([(4, 2), (4, 2), (3, 3)])
     assert list(budgets_of(model, None)) == [0.625, 0.75, 0.875, 1.0]
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
-    refuse(
-        "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1",
-        budgets_of,
-        model,
-        ["0.75", "0.5"],
-    )
+    words = "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"
+    refuse(words, budgets_of, model, ["0.75", "0.5"])
     refuse("no routed heads to be chosen", lambda: budgets_of(vit([(8, 0)] * 3), None))
     for router in ("dense", "mae"):
         assert active(budgets_of(vit(None, router=router), ["0.75"])) == {1.0: [8] * 3}
 
 
-def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
-    """Scores and times of a model that counts its heads."""
+def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatch):
+    """The score and the milliseconds of the model are its number of active heads."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 3)
 
-    def clock(_, globals, num_threads):
-        return SimpleNamespace(
-            blocked_autorange=lambda min_run_time: SimpleNamespace(mean=globals["run"]() / 1000)
-        )
+    def timer(_, globals, num_threads):
+        def blocked_autorange(min_run_time):
+            return SimpleNamespace(mean=globals["run"]() / 1000)
 
-    monkeypatch.setattr("torch.utils.benchmark.Timer", clock)
+        return SimpleNamespace(blocked_autorange=blocked_autorange)
+
+    monkeypatch.setattr("torch.utils.benchmark.Timer", timer)
     model = vit(0.75)
     before = budget_pairs(model)
 
@@ -107,7 +97,7 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
 
 @pytest.fixture
 def curve(run_command, monkeypatch):
-    """curve(*argv): the lines of the figure that the command makes, and what it printed."""
+    """curve(*argv) runs the command and returns the lines of its figure, and what it printed."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
 
@@ -123,10 +113,10 @@ def curve(run_command, monkeypatch):
 def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     runs = [trained("cls", 2, *HEADS, "--model.scope", scope) for scope in ("token", "sample")]
     figure = tmp_path / "curve.png"
-    ask = ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
-    (token, sample), shown = curve(*runs, "--output", figure, *ask)
-    told = "/ema.safetensors; scored on digits, val split\n"
-    assert all(shown.count(f"{run}: weights of {run}{told}") == 1 for run in runs)
+    options = ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
+    (token, sample), shown = curve(*runs, "--output", figure, *options)
+    words = "/ema.safetensors; scored on digits, val split\n"
+    assert all(shown.count(f"{run}: weights of {run}{words}") == 1 for run in runs)
     assert shown.count(" ms a batch\n") == 6
     assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
     assert figure.read_bytes()[:4] == b"\x89PNG"
@@ -137,7 +127,7 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     assert token["data"] == "digits, val split"
     for low, middle, high in token["milliseconds"]:
         assert 0 < low <= middle <= high
-    # The scores are those of validate.py with that budget.
+    # validate.py with the same budget finds the same loss.
     validate.main(
         ["--checkpoint", str(runs[0]), "--model.head_budget", json.dumps(token["layers"][0])]
     )
@@ -170,11 +160,8 @@ def test_samples_of_a_diffusion_model(trained, tmp_path, curve):
     assert line["shares"] == [0.75, 1.0] and line["batch_size"] == 20
     assert line["data"] == "40 samples, ddpm 2 steps, guidance 1; reference digits"
     for scores in line["scores"]:
-        assert (
-            scores["frechet_distance"] > 0
-            and scores["num_generated"] == 40
-            and 0 <= scores["recognised"] <= 100
-        )
+        assert scores["frechet_distance"] > 0 and scores["num_generated"] == 40
+        assert 0 <= scores["recognised"] <= 100
     assert line["scores"][0] != line["scores"][1] and "<svg" in figure.read_text()
 
 
@@ -189,7 +176,7 @@ def test_perplexity_of_language_models(trained, tmp_path, curve):
     assert len({scores["perplexity"] for scores in line["scores"]}) == 3
 
 
-def test_a_folder_takes_data_and_precision_of_the_first(
+def test_a_published_folder_takes_data_and_precision_from_the_first_run(
     trained, tmp_path, curve, run_command, forget_precision
 ):
     forget_precision()

@@ -1,4 +1,4 @@
-"""What is written for other runtimes is the model, and has only the heads that run."""
+"""Exported models compute what the model computes, and models with fixed heads hold the weights of these heads only."""
 
 import json
 import sys
@@ -20,13 +20,13 @@ VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, de
 DIT = dict(img_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
 BY_TIMESTEP = dict(DIT, scope="sample", route_by="timestep")
 BUDGET = [[1, 1], [2, 1]]
-ONE = dict(depth=1, head_budget=[[1, 1]])  # what is exported, which takes seconds
+ONE = dict(depth=1, head_budget=[[1, 1]])  # one layer, because an export takes seconds
 NAMES = dict(vit="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")
-KINDS = dict(vit="classification", dit="diffusion")
+WINGS = dict(vit="classification", dit="diffusion")
 
 
 def model_of(family, arguments, **more):
-    """A model with random routers, whose gates are not all alike."""
+    """Return a model with random weights, so that its gates differ."""
     torch.manual_seed(0)
     options = {"head_budget": BUDGET, **arguments, **more}
     model = timm.create_model(NAMES[family], **options).eval()
@@ -38,7 +38,7 @@ def model_of(family, arguments, **more):
 
 @pytest.fixture
 def run(tmp_path):
-    """run(family, arguments): a folder with the weights of a model, as a run writes them."""
+    """run(family, arguments) writes the weights of a new model as a run does; it returns the model and the folder."""
 
     def write(family, arguments):
         model = model_of(family, arguments)
@@ -52,7 +52,7 @@ def run(tmp_path):
         metadata = {key: json.dumps(value) for key, value in about.items()}
         folder = tmp_path / family
         folder.mkdir()
-        (folder / "config.yaml").write_text(f"kind: {KINDS[family]}")
+        (folder / "config.yaml").write_text(f"kind: {WINGS[family]}")
         state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata)
         return model, str(folder)
@@ -62,7 +62,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def to_onnx(run_command, tmp_path):
-    """to_onnx(*argv): what the command printed, the file and its session."""
+    """to_onnx(*argv) runs the command; it returns what was printed, the file, and an onnxruntime session of it."""
     for name in exporting.PACKAGES:
         pytest.importorskip(name, reason=f"{name} is not installed (extra 'export')")
     import onnxruntime
@@ -79,10 +79,8 @@ def to_onnx(run_command, tmp_path):
 def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
     model, folder = run("vit", {**VIT, **ONE})
     said, file, session = to_onnx(folder)
-    assert (
-        "computes all 4 and skips none: each token chooses its own 2" in said
-        and "differs from PyTorch" in said
-    )
+    assert "computes all 4 and skips none: each token chooses its own 2" in said
+    assert "differs from PyTorch" in said
     images = torch.randn(5, 1, 8, 8)
     with torch.no_grad():
         want = model(images)
@@ -90,22 +88,19 @@ def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
     assert (got - want).abs().max() < 3e-5 * want.abs().max()
     assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["classes"]) == ["a", "b", "c"] and json.loads(about["input_size"]) == [
-        1,
-        8,
-        8,
-    ]
-    assert (
-        json.loads(about["mean"]) == json.loads(about["std"]) == [0.5]
-        and about["crop_mode"] == "squash"
-    )
+    assert json.loads(about["classes"]) == ["a", "b", "c"]
+    assert json.loads(about["input_size"]) == [1, 8, 8]
+    assert json.loads(about["mean"]) == json.loads(about["std"]) == [0.5]
+    assert about["crop_mode"] == "squash"
+    # The file names no folder of this machine.
     assert str(tmp_path).encode() not in file.read_bytes()
 
 
-def test_a_dit_with_static_heads_has_these_heads_alone(run, to_onnx, tmp_path):
+def test_a_dit_with_static_heads_has_only_these_heads(run, to_onnx, tmp_path):
     model, folder = run("dit", {**DIT, **ONE})
     load = HeadLoad(head_budget(model)["layers"], {"class": ["a"]})
-    load.sums += torch.tensor([9, 9, 2, 5, 9])  # heads and tokens
+    # The number of tokens for which each of 4 heads ran, and of all tokens.
+    load.sums += torch.tensor([9, 9, 2, 5, 9])
     load.save(tmp_path / "load.json")
     said, file, session = to_onnx(folder, "--static-heads", tmp_path / "load.json", "--batch", 2)
     assert "heads: 2 of 4 are in the graph" in said
@@ -126,7 +121,7 @@ def test_a_dit_with_static_heads_has_these_heads_alone(run, to_onnx, tmp_path):
 
 
 def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command):
-    """So that a process without this package can read it."""
+    """A process without this package can read the file, because it holds no operators of the package."""
     model, folder = run("dit", {**BY_TIMESTEP, **ONE})
     file = tmp_path / "model.pt2"
     code, said, _ = run_command("export", folder, "--format", "torch-export", "--output", file)
@@ -148,9 +143,11 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command)
 
 
 @pytest.mark.parametrize(
-    "router, budget", [("moh", BUDGET), ("query_norm", BUDGET), ("moa", [[0, 2], [0, 3]])]
+    "router, budget",
+    [("moh", BUDGET), ("query_norm", BUDGET), ("moa", [[0, 2], [0, 3]])],
+    ids=["moh", "query_norm", "moa"],
 )
-def test_kept_heads_weigh_as_where_they_are_chosen(router, budget):
+def test_kept_heads_have_the_gates_that_they_have_when_chosen(router, budget):
     model = model_of("vit", VIT, head_budget=budget, router=router, scope="sample").double()
     image = torch.randn(1, 1, 8, 8, dtype=torch.float64)
     kept = [
@@ -166,7 +163,9 @@ def test_kept_heads_weigh_as_where_they_are_chosen(router, budget):
 
 
 @pytest.mark.parametrize(
-    "family, arguments", [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)]
+    "family, arguments",
+    [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)],
+    ids=["vit", "dit"],
 )
 def test_gathered_heads_are_those_that_an_image_chooses(family, arguments):
     model = model_of(family, arguments).double()
@@ -178,7 +177,7 @@ def test_gathered_heads_are_those_that_an_image_chooses(family, arguments):
         want, _ = model.forward_routed(*inputs)
         assert gather_heads(model) == 5
         torch.testing.assert_close(model.forward_routed(*inputs)[0], want, rtol=1e-10, atol=1e-10)
-    assert gather_heads(model_of("vit", VIT)) == 8  # each token chooses: all are computed
+    assert gather_heads(model_of("vit", VIT)) == 8  # each token chooses, so all heads are computed
 
 
 def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
@@ -204,7 +203,8 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
 def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch):
     _, folder = run("vit", VIT)
 
-    def refused(words, form="torch-export", output="m.pt2"):
+    def assert_refused(words, form="torch-export", output="m.pt2"):
+        """Assert that the command fails with `words` and leaves no file."""
         code, _, error = run_command(
             "export", folder, "--format", form, "--output", tmp_path / output
         )
@@ -212,14 +212,16 @@ def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch
         assert {path.name for path in tmp_path.iterdir()} == {"vit"}
 
     monkeypatch.setitem(sys.modules, "onnx", None)
-    refused("onnx is missing: pip install 'moh_vision[export]'", form="onnx", output="m.onnx")
+    assert_refused(
+        "onnx is missing: pip install 'moh_vision[export]'", form="onnx", output="m.onnx"
+    )
 
     def wrong(module, file, *more):
         file.write_bytes(b"written")
         return lambda inputs: module(**inputs) * 1.01
 
     monkeypatch.setattr(exporting, "export", wrong)
-    refused("m.pt2 is not written: it differs from PyTorch by")
+    assert_refused("m.pt2 is not written: it differs from PyTorch by")
 
     def not_finite(module, *more):
         def run_module(inputs):
@@ -229,4 +231,4 @@ def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch
         return run_module
 
     monkeypatch.setattr(exporting, "export", not_finite)
-    refused("m.pt2 is not written: it differs from PyTorch by nan")
+    assert_refused("m.pt2 is not written: it differs from PyTorch by nan")

@@ -1,3 +1,5 @@
+"""The command gates: entropy and load of MAE's gates, and scores with the most probable or a random expert."""
+
 import json
 import math
 import shutil
@@ -16,22 +18,19 @@ def test_entropy_figure():
     second = "decoder.layers.0.cross_attn"
 
     def run(name, *layers):
-        return dict(
-            name=name, layers=[dict(zip(("name", "experts", "entropy"), layer)) for layer in layers]
-        )
+        """Return a run as draw_gate_entropy takes it; a layer is (name, experts, entropy)."""
+        keys = ("name", "experts", "entropy")
+        return dict(name=name, layers=[dict(zip(keys, layer)) for layer in layers])
 
     mae = [run("MAE-7", (first, 8, nats), (second, 8, 1.8)) for nats in (1.9, 1.7)]
-    figure = draw_gate_entropy(
-        dict(split="val", runs=[*mae, run("NoBCD", (second, 8, 2.05), (first, 4, 2.0))])
-    )
+    nobcd = run("NoBCD", (second, 8, 2.05), (first, 4, 2.0))
+    figure = draw_gate_entropy(dict(split="val", runs=[*mae, nobcd]))
     axes = figure.axes[0]
     mae, other, *uniform = axes.get_lines()
     assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8])
-    assert list(other.get_ydata()) == [
-        2.0,
-        2.05,
-    ]  # from left to right: the layers' places, not the model's order
-    (band,) = axes.collections  # one seed has none
+    # Points are in the order of the axis, encoder first, and not in that of the run's layers.
+    assert list(other.get_ydata()) == [2.0, 2.05]
+    (band,) = axes.collections  # the spread of two seeds; the model with one seed has no band
     (outline,) = band.get_paths()
     assert np.ptp(outline.vertices[:, 1]) == pytest.approx(2 * stdev([1.9, 1.7]))
     assert [t.get_text() for t in axes.get_xticklabels()] == ["encoder 0 self", "decoder 0 cross"]
@@ -42,16 +41,14 @@ def test_entropy_figure():
 
 @pytest.fixture(scope="module")
 def runs(trained):
-    """MAE with two seeds, one of them also with one expert; a model without gates."""
+    """Runs of MAE with two seeds, which score three modes of their gates, and of a model without gates."""
     modes = ["--data.test", "test", "--generate.gate_modes", "[soft, argmax, random]"]
     dense = ["--data.test", "test", "--model.name", "mt_transformer_base"]
-    kinds = dict(mae0=modes, mae1=[*modes, "--seed", 1], dense=dense)
-    return {name: trained("text", 4, *options) for name, options in kinds.items()}
+    options_of = dict(mae0=modes, mae1=[*modes, "--seed", 1], dense=dense)
+    return {name: trained("text", 4, *options) for name, options in options_of.items()}
 
 
-def test_the_command_says_what_the_runs_said_of_themselves(
-    runs, tmp_path, run_command, monkeypatch
-):
+def test_the_command_repeats_what_the_runs_have_measured(runs, tmp_path, run_command, monkeypatch):
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     output = tmp_path / "gates.svg"
     folders = [runs[name] for name in ("mae0", "dense", "mae1")]
@@ -79,7 +76,7 @@ def test_the_command_says_what_the_runs_said_of_themselves(
     stds = [stdev(random["draws"]) for *_, random in scores]
     assert mae["random expert, std of draws"] == f"{mean(stds):.2f} ± {stdev(stds):.2f}"
     report = (runs["mae1"] / "gates.md").read_text().partition("\n\n")[2]
-    assert f"## mt_mae_7, seed 1\n\n{report}" in out  # load and tokens, as at the run's end
+    assert f"## mt_mae_7, seed 1\n\n{report}" in out  # the report that the run wrote at its end
     found = json.loads(output.with_suffix(".json").read_text())["runs"]
     assert [run["run"] for run in found] == [str(runs[name]) for name in ("mae0", "mae1", "dense")]
     assert found[2]["layers"] == []
@@ -102,17 +99,14 @@ def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(
         side.unlink()
     found = {}
     for split in ("val", "test"):
-        assert (
-            run_command("gates", run, "--split", split, "--output", tmp_path / f"{split}.png")[0]
-            == 0
-        )
-        found[split] = json.loads((tmp_path / f"{split}.json").read_text())["runs"][0]["layers"][0][
-            "load"
-        ]
-    assert found["val"] != found["test"]
+        options = ["--split", split, "--output", tmp_path / f"{split}.png"]
+        assert run_command("gates", run, *options).code == 0
+        (told,) = json.loads((tmp_path / f"{split}.json").read_text())["runs"]
+        found[split] = told["layers"]
+    assert found["val"][0]["load"] != found["test"][0]["load"]
     new = ["--output", tmp_path / "gates.png"]
     assert "none has a gate" in refused("gates", runs["dense"], *new)
     image = np.asarray(Image.open(tmp_path / "val.png").convert("RGB"))
     assert min(image.shape[:2]) > 200 and image.std() > 10
-    layers = json.loads((run / "gates.json").read_text())["layers"]  # as at the run's end
-    assert json.loads((tmp_path / "val.json").read_text())["runs"][0]["layers"] == layers
+    # The run has measured its validation split at its end, with the same result.
+    assert found["val"] == json.loads((run / "gates.json").read_text())["layers"]

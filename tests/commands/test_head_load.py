@@ -1,4 +1,4 @@
-"""Head loads: counts, files, figures and the command."""
+"""Head loads, counts of the tokens for which each head ran: counting, files, figures and the command head-load."""
 
 import json
 
@@ -23,7 +23,10 @@ def layer(name, heads, shared, routed):
 
 
 def counts_of(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
-    """Counts that a model could have made: every group has 100 tokens, and a token runs shared + routed heads."""
+    """Return random counts of a made-up model: every group has 100 tokens, and a token runs shared + routed heads.
+
+    layers: (heads, shared, routed) of each layer. by: what the groups are, such as "class".
+    """
     load = HeadLoad(
         [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)],
         {by: map(str, range(groups))},
@@ -77,7 +80,7 @@ def test_padding_is_no_token(router, budget):
     torch.testing.assert_close(load.share()[0].sum(1), torch.full((2,), sum(budget)).double())
 
 
-def test_one_layer_at_a_time():
+def test_counts_may_be_added_for_one_layer_at_a_time():
     whole, parts = (HeadLoad(counts_of().layers, {"task": ["a"]}) for _ in range(2))
     attentions = [HeadMixtureAttention(32, HeadBudget(8, 4, 2, 3)).eval() for _ in range(2)]
     stats = [attention(torch.randn(3, 5, 32))[1] for attention in attentions]
@@ -95,7 +98,7 @@ def test_a_file_comes_back(tmp_path):
     back = HeadLoad.read(tmp_path / "load.json")
     assert (back.layers, back.groups, back.of) == (load.layers, load.groups, load.of)
     assert torch.equal(back.sums, load.sums)
-    by = json.loads((tmp_path / "load.json").read_text())["by"]  # without the shared heads
+    by = json.loads((tmp_path / "load.json").read_text())["by"]  # the file leaves shared heads out
     assert len(by["class"]["counts"][0]) == 12 and by["timestep"]["tokens"] == [[100, 100]] * 2
 
 
@@ -110,34 +113,29 @@ def test_every_form_is_drawn(tmp_path, form, run_command):
     assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12
     assert "made up" in file.read_text() and "</svg>" in file.read_text()
     numbers = json.loads((tmp_path / "figure_png.json").read_text())
-    assert (
-        numbers["of"]["run"] == tmp_path.name
-        and numbers["of"]["model"] == "made up"
-        and numbers["by"] == "class"
-    )
+    assert numbers["of"]["run"] == tmp_path.name and numbers["of"]["model"] == "made up"
+    assert numbers["by"] == "class"
 
 
 def test_bars_are_of_the_layer_and_groups_asked_for():
     load = counts_of()
     figure, numbers, *_ = draw(load, "bars", names=["3", "1"], layer=0)
     assert figure.axes[0].get_title(loc="left") == "class 3"
-    assert (
-        list(numbers["percent_of_tokens"]) == ["3", "1"]
-        and numbers["layer"]["name"] == "blocks.0.attn"
-    )
+    assert list(numbers["percent_of_tokens"]) == ["3", "1"]
+    assert numbers["layer"]["name"] == "blocks.0.attn"
     assert numbers["percent_of_tokens"]["3"] == load.runs()[0][3, :-1].tolist()
     assert draw(load, "bars").numbers["layer"]["name"] == "blocks.1.attn"
-    full = counts_of(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two leave out no head
+    full = counts_of(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two layers run all heads
     assert draw(full, "bars").numbers["layer"]["name"] == "blocks.0.attn" and full.choosing() == [0]
 
 
 def test_a_map_has_colours_for_heads_that_are_chosen():
-    """Shared heads and layers that leave none out are grey; the title says which run it is, and how many heads it runs."""
+    """Shared heads, and layers that run all heads, are grey. The title names the run and its share of active heads."""
     load = counts_of(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))
     load.of["run"] = "$run$ {1}"
     figure = draw(load, "map").figure
     assert figure.axes[0].get_title() == r"\$run\$ {1}, 87.5 % of the heads, made up, nothing, val"
-    load.of["data"] = "x" * 30 + ", dpm-solver++"  # the hyphen is where a line could end
+    load.of["data"] = "x" * 30 + ", dpm-solver++"  # the title must not break at the hyphen
     assert "dpm-solver++" in draw(load, "map").figure.axes[0].get_title()
     (image,) = figure.axes[0].images
     figure.canvas.draw()
@@ -148,10 +146,8 @@ def test_a_map_has_colours_for_heads_that_are_chosen():
 
 def test_groups_that_differ_most():
     share = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5], [0.1, 0.9], [1.0, 0.0]])
-    assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 2) == [
-        1,
-        3,
-    ]  # the last has no tokens
+    # The last group differs most, but has no tokens.
+    assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 2) == [1, 3]
     assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 3) == [0, 1, 3]
     assert most_different(share, torch.tensor([9, 0, 0, 0, 0]), 3) == [0]
 
@@ -169,7 +165,7 @@ def test_curves_descend_and_sum_to_all_choices():
 
 
 def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
-    """1,000 classes and 588 heads, as MoH-TransNeXt-B on ImageNet."""
+    """MoH-TransNeXt-B on ImageNet has 1,000 classes and 588 heads."""
     layers = [(heads, 1, heads // 2) for heads in [4] * 5 + [8] * 5 + [16] * 23 + [32] * 5]
     load = HeadLoad(
         [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)],
@@ -177,23 +173,22 @@ def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
     )
     for runs in load.runs():
         runs[:, -1] = 10
-    load.runs()[20][::2, 1:-1] = (
-        10  # every other class runs all heads of this layer, and no head anywhere else
-    )
+    # Every other class runs all routed heads of this layer. Otherwise no routed head runs.
+    load.runs()[20][::2, 1:-1] = 10
     path = tmp_path / "usage.png"
     write_figure(draw(load, "map").figure, path, {})
     assert path.stat().st_size < 3e6
     with Image.open(path) as figure:
         assert 2000 < figure.width <= 2600 and 2000 < figure.height <= 2080
-        lit = (np.asarray(figure.convert("RGB"))[:, : figure.width * 7 // 8] == (253, 231, 36)).all(
-            -1
-        )
+        pixels = np.asarray(figure.convert("RGB"))[:, : figure.width * 7 // 8]  # without the scale
+        lit = (pixels == (253, 231, 36)).all(-1)  # the colour of 100 %
     assert 850 < 2 * lit.any(1).sum() < 1150 * 2 and lit.any(0).sum() > 15 * 3
     rows = np.flatnonzero(lit.any(1))
-    assert rows[-1] - rows[0] + 1 == len(rows)  # similar classes are side by side
+    assert rows[-1] - rows[0] + 1 == len(rows)  # similar classes are neighbours
 
 
 def test_timesteps_stay_in_order():
+    """Classes are sorted by similarity."""
     numbers = draw(counts_of(300, by="timestep"), "map", by="timestep").numbers
     assert numbers["groups"] == [str(i) for i in range(300)]
     assert draw(counts_of(300), "map").numbers["groups"] != [str(i) for i in range(300)]
@@ -210,7 +205,8 @@ def test_names_of_layers():
     ]
 
 
-def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, refused):
+def test_the_numbers_do_not_overwrite_a_file_of_their_name(tmp_path, run_command, refused):
+    """The numbers of load.png would go to load.json, which is the input here."""
     counts_of().save(tmp_path / "load.json")
     before = (tmp_path / "load.json").read_bytes()
     out = run_command("head-load", tmp_path / "load.json", "--output", tmp_path / "load.png").out
@@ -226,22 +222,24 @@ def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, ref
     assert "dense.json: every token ran every head" in error
 
 
-@pytest.mark.parametrize(
-    "keys, value",
-    [
-        ("by class counts", [[0] * 12] * 3),
-        ("by class counts 0", [0] * 11),
-        ("by class counts 0 0", 101),
-        ("by class counts 0 0", "many"),
-        ("by class tokens 0", [float("nan")] * 2),
-        ("by class", {"groups": ["a"], "counts": [[0] * 12]}),
-        ("by", {}),
-        ("layers 0 heads", "8"),
-        ("layers 0 routed", None),
-        ("of", 3),
-    ],
-)
-def test_damaged_files(tmp_path, keys, value):
+# Case -> (keys that lead to a value of the file, what replaces it).
+DAMAGES = {
+    "too few groups": ("by class counts", [[0] * 12] * 3),
+    "too few heads": ("by class counts 0", [0] * 11),
+    "more runs than tokens": ("by class counts 0 0", 101),
+    "text for a count": ("by class counts 0 0", "many"),
+    "nan for tokens": ("by class tokens 0", [float("nan")] * 2),
+    "no tokens": ("by class", {"groups": ["a"], "counts": [[0] * 12]}),
+    "no groups": ("by", {}),
+    "text for heads": ("layers 0 heads", "8"),
+    "null for routed": ("layers 0 routed", None),
+    "a number for of": ("of", 3),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_files(tmp_path, case):
+    keys, value = DAMAGES[case]
     counts_of().save(tmp_path / "load.json")
     tree = inner = json.loads((tmp_path / "load.json").read_text())
     *above, last = [int(key) if key.isdecimal() else key for key in keys.split()]

@@ -1,4 +1,4 @@
-"""Mistakes at a command are one line, before anything is printed or written."""
+"""A mistake at a command is reported in one line, before anything is printed or written."""
 
 import re
 import shutil
@@ -6,7 +6,8 @@ import shutil
 import pytest
 from PIL import Image
 
-# Of a line in capitals: runs of the fixture `places`, an image and weights of unknown origin. What is not given is a new figure.
+# Arguments of a command -> what its error says. Words in capitals are paths of the fixture `paths`. If there is no
+# --output, the test adds one.
 LINES = {
     "table none": "none: no such folder",
     "table .": ". is no run: it has no config.yaml",
@@ -72,7 +73,7 @@ LINES = {
     "publish none --output a": "none: no such file or folder",
     "publish CLS --output a --repo digits": "--repo digits: expected OWNER/NAME",
     "publish CLS --output a --repo anna/a/b": "--repo anna/a/b: expected OWNER/NAME",
-    # The hub's own rules.
+    # Names that the hub does not allow.
     "publish CLS --output a --repo anna/": "--repo anna/: ",
     "publish CLS --output a --repo anna/a--b": "--repo anna/a--b: ",
     "publish CLS --output a --repo anna/-a": "--repo anna/-a: ",
@@ -82,8 +83,9 @@ LINES = {
 
 
 @pytest.fixture(scope="module")
-def places(trained, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("places")
+def paths(trained, tmp_path_factory):
+    """Runs by name, an image, and a file of weights that do not say where they come from."""
+    folder = tmp_path_factory.mktemp("paths")
     Image.effect_noise((8, 8), 90).save(folder / "image.png")
     (folder / "foreign.pt").touch()
     dense = trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
@@ -93,92 +95,119 @@ def places(trained, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("line, words", LINES.items())
-def test_lines(places, tmp_path, refused, monkeypatch, line, words):
+@pytest.mark.parametrize("line", LINES)
+def test_lines(paths, tmp_path, refused, monkeypatch, line):
     monkeypatch.chdir(tmp_path)
-    argv = re.sub(r"\b[A-Z]+\b", lambda name: str(places[name[0]]), line).split()
+    argv = re.sub(r"\b[A-Z]+\b", lambda name: str(paths[name[0]]), line).split()
     if argv[0] not in ("table", "predict") and "--output" not in argv:
         file = "new.pt2" if argv[0] == "export" else "new.png"
         argv += ["--output", file]
     error = refused(*argv)
-    assert error.startswith(f"{argv[0]}: error: ") and words in error
+    assert error.startswith(f"{argv[0]}: error: ") and LINES[line] in error
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "command, file, text, words",
-    [
-        ("table", "results.json", '{"top1": "x"}', "top1 'x'; expected a number"),
-        (
-            "table",
-            "results.json",
-            '{"top1_by_class": 3}',
-            "run: its scores are not as a run writes them",
-        ),
-        ("table", "results.json", "[1]", "results.json: expected keys and values, found list"),
-        ("table", "results.json", "{", "results.json is not readable"),
-        ("table", "results.json", None, "run has no results.json: the run has not ended yet"),
-        (
-            "table",
-            "config.yaml",
-            "kind: text\nmodel: {name: 3}\n",
-            "config.yaml: model.name 3; expected the name of",
-        ),
-        (
-            "table",
-            "config.yaml",
-            "kind: classification\nmodel: {name: null}\n",
-            "config.yaml: model.name None; expected the name of",
-        ),
-        (
-            "table",
-            "config.yaml",
-            "kind: text\nmodel: {name: llama_base}\n",
-            "model.name 'llama_base'; expected a text model's, which begins with mt_ or mlm_ or clm_",
-        ),
-        (
-            "report",
-            "confusion.json",
-            '{"classes": ["a"], "counts": [[0, 1, 2]]}',
-            "expected classes, and counts",
-        ),
-        (
-            "report",
-            "confusion.json",
-            '{"classes": ["a"], "counts": "x"}',
-            "expected classes, and counts",
-        ),
-        (
-            "report",
-            "environment.jsonl",
-            "[]\n",
-            "environment.jsonl: expected keys and values, found list",
-        ),
-        (
-            "report",
-            "metrics.jsonl",
-            '{"step": 0, "loss": "x"}\n',
-            "metrics.jsonl: loss 'x'; expected a number",
-        ),
-        ("report", "head_load.json", "x", "head_load.json: not a file of head loads"),
-        (
-            "curves",
-            "metrics.jsonl",
-            '{"step": 0, "loss": 1}\nnonsense\n',
-            "metrics.jsonl is not readable",
-        ),
-        ("curves", "metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl: a line without step"),
-        (
-            "curves",
-            "metrics.jsonl",
-            '{"step": 0, "trained_parameters": 1}\n',
-            "metrics.jsonl: no line has a loss",
-        ),
-        ("publish", "data.json", '{"train": 3}', "data.json: not the record of a run's data"),
-    ],
-)
-def test_damaged_files(places, tmp_path, refused, command, file, text, words):
-    run = shutil.copytree(places["CLS"], tmp_path / "run")
+# Case -> (command, file of a run, its new text or None to delete it, what the error says).
+DAMAGES = {
+    "a score of text": ("table", "results.json", '{"top1": "x"}', "top1 'x'; expected a number"),
+    "a number for scores": (
+        "table",
+        "results.json",
+        '{"top1_by_class": 3}',
+        "run: its scores are not as a run writes them",
+    ),
+    "results are a list": (
+        "table",
+        "results.json",
+        "[1]",
+        "results.json: expected keys and values, found list",
+    ),
+    "results are torn": ("table", "results.json", "{", "results.json is not readable"),
+    "no results": (
+        "table",
+        "results.json",
+        None,
+        "run has no results.json: the run has not ended yet",
+    ),
+    "a number for a model": (
+        "table",
+        "config.yaml",
+        "kind: text\nmodel: {name: 3}\n",
+        "config.yaml: model.name 3; expected the name of",
+    ),
+    "null for a model": (
+        "table",
+        "config.yaml",
+        "kind: classification\nmodel: {name: null}\n",
+        "config.yaml: model.name None; expected the name of",
+    ),
+    "an unknown text model": (
+        "table",
+        "config.yaml",
+        "kind: text\nmodel: {name: llama_base}\n",
+        "model.name 'llama_base'; expected a text model's, which begins with mt_ or mlm_ or clm_",
+    ),
+    "counts of one class more": (
+        "report",
+        "confusion.json",
+        '{"classes": ["a"], "counts": [[0, 1, 2]]}',
+        "expected classes, and counts",
+    ),
+    "text for counts": (
+        "report",
+        "confusion.json",
+        '{"classes": ["a"], "counts": "x"}',
+        "expected classes, and counts",
+    ),
+    "a list for a start": (
+        "report",
+        "environment.jsonl",
+        "[]\n",
+        "environment.jsonl: expected keys and values, found list",
+    ),
+    "a loss of text": (
+        "report",
+        "metrics.jsonl",
+        '{"step": 0, "loss": "x"}\n',
+        "metrics.jsonl: loss 'x'; expected a number",
+    ),
+    "text for head loads": (
+        "report",
+        "head_load.json",
+        "x",
+        "head_load.json: not a file of head loads",
+    ),
+    "a line of nonsense": (
+        "curves",
+        "metrics.jsonl",
+        '{"step": 0, "loss": 1}\nnonsense\n',
+        "metrics.jsonl is not readable",
+    ),
+    "a line without step": (
+        "curves",
+        "metrics.jsonl",
+        '{"loss": 1}\n',
+        "metrics.jsonl: a line without step",
+    ),
+    "no loss": (
+        "curves",
+        "metrics.jsonl",
+        '{"step": 0, "trained_parameters": 1}\n',
+        "metrics.jsonl: no line has a loss",
+    ),
+    "a number for data": (
+        "publish",
+        "data.json",
+        '{"train": 3}',
+        "data.json: not the record of a run's data",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_files(paths, tmp_path, refused, case):
+    command, file, text, words = DAMAGES[case]
+    run = shutil.copytree(paths["CLS"], tmp_path / "run")
     (run / file).unlink()
     if text is not None:
         (run / file).write_text(text)

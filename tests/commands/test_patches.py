@@ -1,4 +1,4 @@
-"""Figures of one image: which heads each patch runs."""
+"""The command patches, which draws for one image which heads each patch runs."""
 
 import json
 import unicodedata
@@ -14,9 +14,8 @@ from sklearn.datasets import load_digits
 from moh_vision import load_run
 from moh_vision.commands import patches
 
-SIZES = dict(
-    img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3
-)  # 4 x 6 patches
+# Images have 4 x 6 patches.
+SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3)
 
 
 def vit(**kwargs):
@@ -35,11 +34,13 @@ def pyramid():
 
 
 @pytest.mark.parametrize(
-    "tokens", [{}, dict(reg_tokens=3), dict(class_token=False, global_pool="avg")]
+    "tokens",
+    [{}, dict(reg_tokens=3), dict(class_token=False, global_pool="avg")],
+    ids=["class token", "registers", "patches only"],
 )
 @pytest.mark.parametrize("row, column", [(0, 5), (2, 1)])
-def test_a_patch_is_where_it_is_in_the_image(tokens, row, column):
-    """In the first layer the gates of a token depend on its own patch alone."""
+def test_a_patch_has_its_position_in_the_image(tokens, row, column):
+    """Gates of the first layer depend on the token's own patch only, so a changed patch changes them at its position."""
     model = vit(**tokens)
     image = torch.randn(3, 16, 24)
     other = image.clone()
@@ -47,34 +48,25 @@ def test_a_patch_is_where_it_is_in_the_image(tokens, row, column):
     one, two = (patches.patch_heads(model, x)[0] for x in (image, other))
     changed = (one.gates != two.gates).any(0)
     assert changed.shape == (4, 6) and changed.nonzero().tolist() == [[row, column]]
-    assert (
-        one.shared == 2
-        and one.active.sum(0).unique().tolist() == [4]
-        and not one.gates[~one.active].any()
-    )
+    assert one.shared == 2 and one.active.sum(0).unique().tolist() == [4]
+    assert not one.gates[~one.active].any()
 
 
 def test_stages_have_grids_of_their_own():
     model = pyramid()
     image = torch.randn(3, 64, 96)
     found = patches.patch_heads(model, image)
-    assert [tuple(heads.gates.shape) for heads in found] == [
-        (2, 16, 24),
-        (2, 8, 12),
-        (4, 4, 6),
-        (4, 2, 3),
-        (4, 2, 3),
-    ]
+    shapes = [tuple(heads.gates.shape) for heads in found]  # [heads, rows, columns]
+    assert shapes == [(2, 16, 24), (2, 8, 12), (4, 4, 6), (4, 2, 3), (4, 2, 3)]
+    # Changes 2 x 2 patches of the first stage, and their neighbours, which its overlapping convolution reaches.
     other = image.clone()
-    other[:, :8, 88:] += (
-        1  # in the first stage two patches a side, and those that its convolution reaches from there
-    )
+    other[:, :8, 88:] += 1
     changed = (found[0].gates != patches.patch_heads(model, other)[0].gates).any(0).nonzero()
     assert len(changed) and changed[:, 0].max() <= 2 and changed[:, 1].min() >= 21
 
 
 def test_figures_have_a_map_per_head_and_mark_what_is_off():
-    """Where heads run the map has colour; the image is grey there and elsewhere."""
+    """The map of a head, drawn over a grey image, has a colour only at the patches that run the head."""
     model = vit()
     image = torch.randn(3, 16, 24)
     seen = np.full((16, 24, 3), 0.5)
@@ -93,17 +85,16 @@ def test_figures_have_a_map_per_head_and_mark_what_is_off():
 
 @pytest.fixture(scope="module")
 def run(trained):
-    """A run of one step on digits, 4 x 4 patches, whose last layer leaves no heads out."""
+    """A run of one step on digits, with 4 x 4 patches, whose last layer runs all heads."""
     return trained("cls", 1, "--model.head_budget", "[[1, 3], [8, 0]]")
 
 
 @pytest.fixture(scope="module")
 def folder(trained, tmp_path_factory):
-    """A dense run, an image in the folder of its class and elsewhere, and what tells a run of a language model."""
+    """A folder with a dense run, an image in and outside of the folder of its class, and the config.yaml of a text run."""
     folder = tmp_path_factory.mktemp("patches")
-    (folder / "dense").symlink_to(
-        trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
-    )
+    dense = trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
+    (folder / "dense").symlink_to(dense)
     (folder / "0").mkdir()
     for name in ("zero.png", "0/zero.png"):
         Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / name)
@@ -113,7 +104,7 @@ def folder(trained, tmp_path_factory):
 
 
 def test_the_command(run, folder, tmp_path, run_command):
-    """Layers that leave heads out are drawn, and the title says what the model takes the image for."""
+    """Layers whose tokens choose heads are drawn, and the title has the predicted and the true class."""
     image = folder / "0" / "zero.png"
     code, said, _ = run_command(
         "patches", run, "--image", image, "--output", tmp_path / "heads.svg"
@@ -146,6 +137,7 @@ def test_the_command(run, folder, tmp_path, run_command):
 
 
 def test_the_true_class_is_known_in_folders_of_a_mac():
+    """A Mac writes the umlaut of a folder's name as two characters."""
     metadata = dict(weights="w.pth", of_run=False, architecture="vit", img_size=16)
     metadata["classes"] = ["ant", "Übersee", "bee"]
     opened = SimpleNamespace(model=vit(), metadata=metadata)

@@ -1,4 +1,4 @@
-"""Classes of loose images."""
+"""The command predict, and validate.py with --predictions: classes and probabilities of single images."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ def run(trained):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Images: three in a folder, one elsewhere, one that is torn."""
+    """A folder: images/ has three images and a hidden one, other.png is a fourth, torn.png is cut off."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "images" / "deep").mkdir(parents=True)
     for name, digit in (
@@ -45,6 +45,7 @@ def folder(tmp_path_factory):
 
 
 def pixels(digit):
+    """Return an image of the digits data set, uint8 [8, 8]."""
     return np.rint(load_digits().images[digit] * (255 / 16)).astype(np.uint8)
 
 
@@ -53,13 +54,11 @@ def test_the_probabilities_are_the_models(run, folder, run_command):
     more = ["--output", folder / "classes.json"]
     images = [folder / "torn.png", folder / "images", other]
     code, said, errors = run_command("predict", run, *images, *more, "--data.eval_batch_size", "3")
-    left_out, told, torn, count = errors.splitlines()
+    left_out, weights, torn, count = errors.splitlines()
     assert left_out == f"left out of {folder}/images: 1 hidden (.hidden.png)"
-    assert code == 2 and told == f"weights of {run}/ema.safetensors"
-    assert (
-        torn.startswith(f"{folder}/torn.png: ")
-        and count == "predict: error: 1 of 5 images could not be read"
-    )
+    assert code == 2 and weights == f"weights of {run}/ema.safetensors"
+    assert torn.startswith(f"{folder}/torn.png: ")
+    assert count == "predict: error: 1 of 5 images could not be read"
     model = load_run(run)
     images = torch.stack([torch.tensor(pixels(i)) for i in (0, 3, 1, 4)])[:, None] / 255
     mean, std = (model.pretrained_cfg[key][0] for key in ("mean", "std"))
@@ -83,7 +82,7 @@ def test_the_probabilities_are_the_models(run, folder, run_command):
 
 
 def as_timm(model, image):
-    """Probabilities [10] of an image, prepared as timm does it by the model's pretrained_cfg."""
+    """Return probabilities [10] of an image that timm prepares by the model's pretrained_cfg."""
     transform = create_transform(**resolve_model_data_config(model))
     with torch.no_grad():
         return model(transform(image)[None]).softmax(-1)[0]
@@ -99,10 +98,9 @@ def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_comma
     model = load_run(run)
     probabilities = as_timm(model, Image.open(odd))
     best = probabilities.argmax()
-    assert (
-        f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | "
-        in first
-    )
+    name = model.pretrained_cfg["label_names"][best]
+    assert f"{odd}: {100 * probabilities[best]:.2f} % {name} | " in first
+    # A published folder has no configuration that names its data.
     needed = f"--data.root is needed: {published} is no run, whose configuration says which images"
     assert needed in refused(capsys, validate.main, "--checkpoint", published)
     validate.main(["--checkpoint", str(published), "--data.root", "digits"])
@@ -127,28 +125,22 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     assert shown in run_command("predict", folder / "vit", image).out
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     digits = Digits("val")
-    right = sum(
-        int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits))
-    )
+    predicted = [as_timm(vit, digits.image(i)).argmax().item() for i in range(len(digits))]
+    top1 = 100 * np.mean(np.array(predicted) == digits.labels)
     validate.main([*given, "--data.root", "digits"])
     shown = capsys.readouterr().out
-    assert (
-        f"(vit_tiny_patch16_224, 8 px, digits, val): top-1 {100 * right / len(digits):.2f} %"
-        in shown
-    )
+    assert f"(vit_tiny_patch16_224, 8 px, digits, val): top-1 {top1:.2f} %" in shown
     assert "3 (100.0 % of all)" in shown and "validation: 1 of 4 steps, " in shown
     animals = write_folder(folder / "animals", train=0)
     error = refused(capsys, validate.main, *given, "--data.root", animals)
     assert f"--checkpoint {folder}/vit has 10 classes, data.root {animals} 2" in error
     opened = open_run(folder / "vit")
-    assert (
-        opened.metadata["architecture"] == "vit_tiny_patch16_224"
-        and opened.model.pretrained_cfg["crop_pct"] == 0.6
-    )
+    assert opened.metadata["architecture"] == "vit_tiny_patch16_224"
+    assert opened.model.pretrained_cfg["crop_pct"] == 0.6
     config = json.loads((folder / "vit" / "config.json").read_text())
-    config |= dict(
-        architecture="vit_tiny_patch16_224", model_args=dict(checkpoint_path="elsewhere.pt")
-    )
+    config["architecture"] = "vit_tiny_patch16_224"
+    config["model_args"] = dict(checkpoint_path="elsewhere.pt")
+    # Text of a config.json -> what the error says of it.
     damaged = {
         json.dumps(config): "checkpoint_path",
         '{"model_type": "llama"}': "no 'architecture'",
@@ -163,7 +155,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
 
 
 def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
-    """Of a folder and of its shards, where one image is torn, as predict says."""
+    """--predictions lists the classes that predict finds, for a folder with a torn image and for shards of the folder."""
     root = tmp_path / "d"
     shards = tmp_path / "s"
     for digit in range(20):
@@ -178,6 +170,7 @@ def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
     found = {image["image"]: dict(image["classes"]) for image in images}
 
     def rows(source, *argv):
+        """Validate a data set; return the path and the rows of its list of predictions."""
         file = tmp_path / f"{source.name}.csv"
         argv = ["--checkpoint", run, "--data.root", source, "--predictions", file, *argv]
         validate.main([str(a) for a in [*argv, "--data.eval_batch_size", 7, "--data.workers", 1]])
@@ -197,6 +190,7 @@ def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
     assert 0 < wrong and f"predictions: {file}, {wrong} of 19 are wrong" in capsys.readouterr().out
     named = {f"{root}/val/{row['image']}": row["predicted"] for row in rows(shards)[1]}
     assert len(named) == 20 and all(named[row["image"]] == row["predicted"] for row in listed)
+    # Names that are not UTF-8 are escaped, and without names of files the list has those of members.
     (shards / "val.files.txt").write_bytes(b"\xff.png\n" * 20)
     shards.with_suffix(".csv").unlink()
     assert rows(shards)[1][0]["image"] == r"\xff.png"
@@ -216,21 +210,22 @@ def test_names_of_imagenet():
     refuse("has 1 names of classes and 2 outputs", lambda: predict.class_names(["sea"], 2))
 
 
-def test_files_are_written_though_nobody_reads_on(run, folder, tmp_path, monkeypatch, capfd):
-    files = [tmp_path / name for name in ("p.csv", "load.json", "s.json")]
-    options = [
-        str(a)
-        for pair in zip(("--predictions", "--head-load", "--score-file"), files)
-        for a in pair
-    ]
+def test_files_are_written_although_standard_output_is_closed(
+    run, folder, tmp_path, monkeypatch, capfd
+):
+    names = {"--predictions": "p.csv", "--head-load": "load.json", "--score-file": "s.json"}
+    options = []
+    for option, name in names.items():
+        options += [option, str(tmp_path / name)]
     with unread(monkeypatch):
         validate.main(["--checkpoint", str(run), *options])
-    assert all(file.is_file() for file in files)
+    assert all((tmp_path / name).is_file() for name in names.values())
     argv = ["predict", str(run), *[str(folder / "other.png")] * 3, "--data.eval_batch_size", "1"]
     with unread(monkeypatch):
         assert main([*argv, "--output", str(tmp_path / "classes.json")]) == 0
     assert len(json.loads((tmp_path / "classes.json").read_text())["images"]) == 3
-    argv[3] = str(folder / "torn.png")  # which nobody waits for
+    # Without a file to write, the command ends before it reads this image.
+    argv[3] = str(folder / "torn.png")
     with unread(monkeypatch):
         assert main([*argv, "--data.workers", "0"]) == 0
     assert set(capfd.readouterr().err.splitlines()) == {f"weights of {run / 'ema.safetensors'}"}

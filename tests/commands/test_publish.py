@@ -1,4 +1,4 @@
-"""Runs of each kind as a folder that their libraries load, and its model card."""
+"""The command publish: the folder that timm, diffusers or transformers load, and its model card."""
 
 import builtins
 import io
@@ -26,8 +26,8 @@ from moh_vision.language import train as train_text
 from tests.support import small_runs
 from tests.support.paths import ROOT
 
-# Runs the code of each card, and compares with the run's own model. Weights are moved to memory of their own, because the
-# last bits of a product depend on where a file's tensors lie in memory.
+# Runs the code of each card and compares the model that it loads with that of the run. Weights are cloned first: the last
+# bits of a product depend on the alignment of its tensors, which differs between files.
 ROUND_TRIP = """
 import re, sys, torch
 import moh_vision
@@ -85,7 +85,7 @@ same(space["model"], f"{runs}/text/averaged.safetensors", input_ids=ids, decoder
 
 @pytest.fixture(scope="module")
 def runs(trained, tmp_path_factory):
-    """A folder with a run of each wing."""
+    """A folder with runs cls, dit and text; the diffusion run has scores."""
     folder = tmp_path_factory.mktemp("runs")
     # A learning rate that makes every step worse, so that the average is better than the last weights.
     worse = "--optim.schedule constant --optim.warmup_steps 0 --optim.lr 0.3".split()
@@ -100,6 +100,7 @@ def runs(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published(runs, tmp_path_factory):
+    """A folder with each of `runs` published."""
     folder = tmp_path_factory.mktemp("published")
     for name in ("cls", "dit", "text"):
         assert main(["publish", str(runs / name), "--output", str(folder / name)]) == 0
@@ -107,6 +108,7 @@ def published(runs, tmp_path_factory):
 
 
 def head_and_text(folder):
+    """Return the metadata of a model card, parsed, and its text."""
     _, head, text = (folder / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(head), text
 
@@ -133,20 +135,17 @@ def test_card(runs, published):
     assert head == dict(
         library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"]
     )
-    # The name of the folder says nothing of the model, nor that of a larger one alone.
+    # The title names the sizes: the name of the model alone would be that of a larger one.
     sizes = "patch_size 2, embed_dim 32, depth 2, num_heads 8, head_budget 0.75"
     assert f"\n# moh_vit_tiny_patch16_224 with {sizes}\n" in text
     results = small_runs.results(runs / "cls")
-    assert (
-        f"| top-1, % | {results['top1']:.2f} |" in text
-        and "355 validation images of digits" in text
-    )
+    assert f"| top-1, % | {results['top1']:.2f} |" in text
+    assert "355 validation images of digits" in text
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
         row = [number, *(layer[key] for key in "heads head_dim shared routed active name".split())]
         assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
-    assert (
-        "of dense ideal" in text and "10 classes, 1,442 images in train, 355 images in val" in text
-    )
+    assert "of dense ideal" in text
+    assert "10 classes, 1,442 images in train, 355 images in val" in text
     start = json.loads((runs / "cls" / "environment.jsonl").read_text())
     shown = (
         start["date"],
@@ -157,37 +156,28 @@ def test_card(runs, published):
     assert all(words in text for words in shown)
     head, text = head_and_text(published / "dit")
     scores = json.loads((runs / "dit" / "scores.json").read_text())
-    assert (
-        head["library_name"] == "diffusers"
-        and f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
-    )
+    assert head["library_name"] == "diffusers"
+    assert f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
     assert "8 images against 355 of digits, val split" in text and "sampler ddim, steps 2" in text
-    sampler = json.loads((published / "dit" / "scheduler" / "scheduler_config.json").read_text())[
-        "_class_name"
-    ]
-    assert sampler == "DDIMScheduler" and "num_inference_steps=2)" in text
+    scheduler = json.loads((published / "dit/scheduler/scheduler_config.json").read_text())
+    assert scheduler["_class_name"] == "DDIMScheduler" and "num_inference_steps=2)" in text
     head, text = head_and_text(published / "text")
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "translation")
-    assert (
-        "averaged.safetensors, mean of steps 1, 2" in text
-        and "| BLEU |" in text
-        and "nrefs:1|case:mixed" in text
-    )
-    assert (
-        f"parameters:   {sum(p.numel() for p in load_run(runs / 'text').parameters()):,}\n" in text
-    )  # tied ones once
-    for name in ("cls", "dit", "text"):  # folders of this machine are nobody's business
+    assert "averaged.safetensors, mean of steps 1, 2" in text
+    assert "| BLEU |" in text and "nrefs:1|case:mixed" in text
+    parameters = sum(p.numel() for p in load_run(runs / "text").parameters())  # tied ones once
+    assert f"parameters:   {parameters:,}\n" in text
+    for name in ("cls", "dit", "text"):  # a card names no folder of this machine
         assert str(runs.parent) not in (published / name / "README.md").read_text()
+    # load_run opens a published translation model too.
     averaged = load_run(runs / "text" / "averaged.safetensors").state_dict()
-    assert small_runs.same(
-        load_run(published / "text").state_dict(), averaged
-    )  # a translation model too
+    assert small_runs.same(load_run(published / "text").state_dict(), averaged)
 
 
 @pytest.mark.parametrize("name", ["cls", "dit", "text"])
 @pytest.mark.parametrize("command", ["publish", "table", "report"])
 def test_the_configuration_is_read_once(runs, tmp_path, monkeypatch, command, name):
-    """So that it is the same for weights, scores and card."""
+    """One reading serves weights, scores and card, so they cannot disagree if the file changes meanwhile."""
     files = []
     for module in (io, builtins):
         original = module.open
@@ -207,7 +197,7 @@ def test_the_configuration_is_read_once(runs, tmp_path, monkeypatch, command, na
 
 
 def test_a_diffusion_model_is_opened_once(runs, tmp_path, monkeypatch):
-    """Two would be in memory."""
+    """A second one would take as much memory again."""
     opened = []
     from_run = loading.from_run
 
@@ -221,7 +211,7 @@ def test_a_diffusion_model_is_opened_once(runs, tmp_path, monkeypatch):
 
 
 def test_data_of_a_language_model():
-    """Of the hub's data the name is a link; a folder of a hub data set's name is something else."""
+    """The card links data of the hub. A folder may be called as a data set of the hub is, and is not linked."""
     sources = [dict(root="hfds/anna/books:de", weight=3), dict(root="wikitext", weight=1.5)]
     config = {
         "data.root": "all",
@@ -248,7 +238,8 @@ def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
     assert model.pretrained_cfg["label_names"][9] == "9"
     torch.testing.assert_close(model(x), load_run(run)(x))
     head, text = head_and_text(tmp_path / "card")
-    assert head["license"] == "apache-2.0"  # of timm's weights
+    # init_from names weights of timm that have this licence.
+    assert head["license"] == "apache-2.0"
     size = "with patch_size 2, embed_dim 32, depth 2, num_heads 8"
     assert f"\n# vit_tiny_patch16_224 {size}\n" in text
     assert "import moh_vision" not in text
@@ -257,6 +248,7 @@ def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
 
 def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     def scores(weights, name):
+        """Publish weights and return the section of scores of the card."""
         argv = ["publish", str(weights), "--output", str(tmp_path / name), "--license", "mit"]
         assert main(argv) == 0
         head, text = head_and_text(tmp_path / name)
@@ -286,17 +278,11 @@ def test_a_converted_model_is_not_titled_as_its_base(tmp_path, run_command):
     model = timm.create_model("vit_tiny_patch16_224", num_heads=4, **base)
     timm.models.save_for_hf(model, str(tmp_path / "base"), model_args=dict(num_heads=4, **base))
     argv = f"--max-steps 1 --optim.batch_size 8 --data.workers 0 --output {tmp_path}/run".split()
-    argv += [
-        "--model.name",
-        "pretrained",
-        "--model.pretrained",
-        f"local-dir:{tmp_path}/base",
-        "--model.head_budget",
-        "0.5",
-    ]
+    argv += ["--model.pretrained", f"local-dir:{tmp_path}/base"]
+    argv += "--model.name pretrained --model.head_budget 0.5".split()
     train_cls.main(argv)
     done = run_command("publish", tmp_path / "run", "--output", tmp_path / "a folder")
-    assert f"hf upload OWNER/NAME '{tmp_path}/a folder' ." in done.out, "words for a shell"
+    assert f"hf upload OWNER/NAME '{tmp_path}/a folder' ." in done.out, "not quoted for a shell"
     _, text = head_and_text(tmp_path / "a folder")
     title = "vit_tiny_patch16_224 converted to moh with patch_size 2, embed_dim 32, depth 2"
     assert f"\n# {title}" in text
@@ -306,16 +292,10 @@ def test_the_card_of_a_repository_loads_it(runs, tmp_path, run_command):
     done = run_command(
         "publish", runs / "cls", "--output", tmp_path / "cls", "--repo", "anna/digits"
     )
-    assert done.code == 0 and done.out.endswith(
-        f"to upload it: hf upload anna/digits {tmp_path}/cls .\n"
-    )
-    assert {file.name for file in (tmp_path / "cls").iterdir()} == {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-    }
+    assert done.code == 0
+    assert done.out.endswith(f"to upload it: hf upload anna/digits {tmp_path}/cls .\n")
+    files = {file.name for file in (tmp_path / "cls").iterdir()}
+    assert files == {"README.md", "config.json", "model.safetensors"}
     _, text = head_and_text(tmp_path / "cls")
-    assert (
-        'timm.create_model("hf-hub:anna/digits", pretrained=True)' in text
-        and "\n# digits\n" in text
-    )
+    assert 'timm.create_model("hf-hub:anna/digits", pretrained=True)' in text
+    assert "\n# digits\n" in text

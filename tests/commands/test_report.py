@@ -1,4 +1,4 @@
-"""The HTML page about runs: real small runs of each kind, read again by an HTML parser."""
+"""The command report: its HTML pages about small runs, read again by an HTML parser."""
 
 import gzip
 import json
@@ -34,7 +34,10 @@ def runs(trained):
 
 
 class Page(HTMLParser):
-    """Tags that are balanced, values of src and href, ids, and the text with one space for spaces and line ends."""
+    """A parsed page: its tags, ids and values of src and href, and its text with all white space as single spaces.
+
+    Asserts that tags are balanced and that no attribute holds a script.
+    """
 
     def __init__(self, markup):
         super().__init__()
@@ -71,7 +74,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder, *runs):
-    """The page that the command writes, after what every page must be."""
+    """Run the command on runs and return its page, of which links and references are checked."""
     output = folder / "report.html"
     output.unlink(missing_ok=True)
     assert main(["report", *map(str, runs), "--output", str(output)]) == 0
@@ -86,9 +89,9 @@ def page_of(folder, *runs):
     return page
 
 
-def test_runs_of_each_kind(runs, tmp_path, capsys):
+def test_runs_of_each_wing(runs, tmp_path, capsys):
     page = page_of(tmp_path, runs["cls"], runs["dit"], runs["text"])
-    for name in ("cls", "text"):  # the table is that of moh_vision.commands.table
+    for name in ("cls", "text"):  # the page has the table of the command table
         table = make_table(read_runs([runs[name]]))
         for text in (*table.titles, *table.rows[0], *table.notes):
             assert text in page.text
@@ -101,21 +104,21 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
         "learning rate",
     ):
         assert title in page.text
-    # Samples: the first, the middle and the last of four.
+    # Of the samples of four steps, the page shows the first, the middle and the last.
     assert page.text.count("after ") == 3
     assert "after 1 steps after 3 steps after 4 steps" in page.text
     assert "images of each class by what they were taken for" in page.text
     assert "cls: heads of each layer" in page.text
     assert "cls: share of tokens that run each head, by class" in page.text
     assert "dit has no head_load.json" in page.text
-    # A translation stands below its source and its reference.
+    # Each translation follows its source and its reference.
     lines = (runs["text"] / "translations.txt").read_text().splitlines()
     source = Path(small_runs.pairs(), "val.de").read_text().splitlines()
     target = gzip.open(f"{small_runs.pairs()}/val.en.gz", "rt").read().splitlines()
     first = f"de (source) {source[0]} en (reference) {target[0]} text {lines[0]}"
     assert " ".join(first.split()) in page.text
     assert "input [1, 1, 8, 8]" in page.text
-    # Parameters and MACs are those of --dry-run.
+    # --dry-run prints the same parameters and MACs.
     for name, script in dict(cls=train_cls, dit=train_dit).items():
         capsys.readouterr()
         script.main([*small_runs.arguments(name, runs[name], 4, 100), "--dry-run"])
@@ -126,7 +129,7 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
-def test_what_is_missing_is_said(runs, tmp_path):
+def test_the_page_says_which_files_are_missing(runs, tmp_path):
     files = "environment.jsonl results.json confusion.json translations.txt head_load.json".split()
     for name in ("cls", "dit", "text"):
         shutil.copytree(runs[name], tmp_path / name)
@@ -153,7 +156,8 @@ def test_what_is_missing_is_said(runs, tmp_path):
     assert page.text.count("training loss") == 3
 
 
-def test_translations_of_text_that_has_changed_since_stand_without_it(runs, tmp_path):
+def test_translations_are_shown_alone_if_their_source_has_changed(runs, tmp_path):
+    """A number of lines that differs from the number of pairs shows that the text has changed."""
     shutil.copytree(runs["text"], tmp_path / "text")
     with open(tmp_path / "text" / "translations.txt", "a") as file:
         file.write("one more than there are pairs\n")
@@ -163,19 +167,17 @@ def test_translations_of_text_that_has_changed_since_stand_without_it(runs, tmp_
 
 
 def test_names_are_escaped(runs, tmp_path):
-    """Of folders and classes, in text, in figures and in attributes."""
+    """Names of folders and classes are escaped in text, in figures and in attributes."""
     run = tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _'
     name = '</text><script>alert("2")</script> $x^'
     shutil.copytree(runs["cls"], run)
-    (run / "config.yaml").write_text(
-        (run / "config.yaml").read_text().replace("seed: 0", "seed: 1")
-    )
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("seed: 0", "seed: 1"))
     confusion = json.loads((run / "confusion.json").read_text())
     confusion["classes"][0] = name
     (run / "confusion.json").write_text(json.dumps(confusion))
-    (run / "environment.jsonl").write_text(
-        json.dumps(dict(command="<script>3</script>", step=0, date="today")) + "\n"
-    )
+    start = dict(command="<script>3</script>", step=0, date="today")
+    (run / "environment.jsonl").write_text(json.dumps(start) + "\n")
     page = page_of(tmp_path, run, runs["cls"])
     assert "img" not in page.tags
     assert run.name in page.text and name[:21] in page.text and "<script>3</script>" in page.text
@@ -183,20 +185,17 @@ def test_names_are_escaped(runs, tmp_path):
 
 def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
     shutil.copytree(runs["cls"], tmp_path / "run")
-    counts = (
-        [[n, n, 50] for n in range(1000)]
-        + [[n, (n + 1) % 1000, n % 7] for n in range(1000)]
-        + [[3, 900, 30]]
-    )
+    # [class, predicted class, number of images]
+    counts = [[n, n, 50] for n in range(1000)]
+    counts += [[n, (n + 1) % 1000, n % 7] for n in range(1000)]
+    counts += [[3, 900, 30]]
     file = tmp_path / "run" / "confusion.json"
     file.write_text(json.dumps(dict(classes=[f"class {n}" for n in range(1000)], counts=counts)))
     page = page_of(tmp_path, tmp_path / "run")
     titles = "class taken for images % of the class"
-    assert (
-        f"{titles} class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7"
-        in page.text
-    )
-    assert page.text.count("class 9") < 10  # 20 pairs of 1,000
+    rows = "class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7"
+    assert f"{titles} {rows}" in page.text
+    assert page.text.count("class 9") < 10  # 20 of 1,000 pairs are shown
 
 
 def test_a_long_curve_has_few_points_and_keeps_its_mean():
@@ -213,11 +212,8 @@ def test_large_pictures_are_made_smaller(runs, tmp_path):
     noise = np.random.default_rng(0).integers(0, 255, (1500, 2000, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "large.png")
     picture = embed(tmp_path / "large.png", 400, "a & b")
-    assert (
-        picture.width == 400
-        and len(picture.markup) < 300_000
-        and 'alt="a &amp; b"' in picture.markup
-    )
+    assert picture.width == 400 and len(picture.markup) < 300_000
+    assert 'alt="a &amp; b"' in picture.markup
     (tmp_path / "large.png").write_text("no picture")
     refuse("large.png is no picture that can be read", lambda: embed(tmp_path / "large.png", 400))
     small = embed(runs["dit"] / "previews" / "step_4.png", 400)

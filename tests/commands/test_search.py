@@ -1,4 +1,4 @@
-"""The budget search: exact where layers act apart, and its file is a budget like any other."""
+"""The command search: exact if the loss is a sum over layers; its file is a budget that runs take."""
 
 import itertools
 import random
@@ -12,7 +12,14 @@ import yaml
 
 import moh_vision
 from moh_vision.__main__ import main
-from moh_vision.attention import HeadBudget, attention_layers, head_budget, resolve_budget, running
+from moh_vision.attention import (
+    HeadBudget,
+    ModelBudgets,
+    attention_layers,
+    head_budget,
+    resolve_budget,
+    running,
+)
 from moh_vision.attention.budget import change_budget, spread
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.search import cheapest, compare, search_budget
@@ -37,18 +44,21 @@ def vit(**kwargs):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_budget_costs_less(seed):
-    """Against every budget there is."""
+    """`cheapest` is compared with a search through all budgets."""
     draw = random.Random(seed)
+    # For each layer {active heads: cost}.
     costs = [
         {k: draw.random() for k in range(least, heads + 1)}
         for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4))
     ]
+
+    def cost(chosen):
+        return sum(layer[k] for layer, k in zip(costs, chosen))
+
     for total in range(8, 20):
         every = (chosen for chosen in itertools.product(*costs) if sum(chosen) == total)
-        assert tuple(cheapest(costs, total)) == min(
-            every, key=lambda c: sum(layer[k] for layer, k in zip(costs, c))
-        )
-    # Heads that are chosen together may leave a head unused.
+        assert tuple(cheapest(costs, total)) == min(every, key=cost)
+    # Layers that choose heads in groups of two cannot run 7 heads in total, but 6.
     assert cheapest([{2: 1.0, 4: 0.0}, {2: 3.0, 4: 0.0}], 7) == [2, 4]
 
 
@@ -56,18 +66,21 @@ def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
     model = vit()
     before = budget_pairs(model)
     layers = attention_layers(model)
+    # table[i][k]: what layer i adds to the loss with k active heads
     table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
 
     def loss_of(model):
         return sum(losses[layer.budget.active] for losses, layer in zip(table, layers))
 
     active, losses = search_budget(model, loss_of, 0.7)
-    assert budget_pairs(model) == before and [min(of_layer) for of_layer in losses] == [3, 2, 1]
+    assert budget_pairs(model) == before
+    # Each layer runs at least its shared heads and one routed head.
+    assert [min(of_layer) for of_layer in losses] == [3, 2, 1]
     every = (c for c in itertools.product(*losses) if sum(c) == 13)
     assert tuple(active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
 
 
-def test_losses_are_those_of_the_budgets_they_name():
+def test_losses_are_measured_with_the_budgets_they_are_listed_for():
     model = vit()
     images = torch.randn(4, 3, 16, 16)
 
@@ -164,16 +177,12 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeyp
     assert f"# 12 heads by python -m moh_vision search: {first}" in text
     losses = r"searched \d\.\d+, uniform \d\.\d+, ramp \d\.\d+\n"
     assert re.search(rf"# cross-entropy of all heads .*; on others of digits: {losses}", text)
-    train_cls.main(
-        arguments("cls", second, 2, 2, "--model.head_budget", text)
-    )  # as "$(cat budget.yaml)" gives it
+    # A shell passes the text on by --model.head_budget "$(cat budget.yaml)".
+    train_cls.main(arguments("cls", second, 2, 2, "--model.head_budget", text))
     model, about = from_run(str(second), "classification")
-    assert (
-        budget_pairs(model)
-        == about["arguments"]["head_budget"]
-        == about["config"]["model"]["head_budget"]
-        == pairs
-    )
+    assert budget_pairs(model) == pairs
+    assert about["arguments"]["head_budget"] == pairs
+    assert about["config"]["model"]["head_budget"] == pairs
     assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
 
 
@@ -181,24 +190,16 @@ def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
     trained, tmp_path, run_command, monkeypatch
 ):
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
-    ask = [
-        "search",
-        trained("dit", 2, "--model.router", "dense"),
-        "--share",
-        "0.8",
-        "--images",
-        "8",
-        "--output",
-    ]
-    outs = [run_command(*ask, tmp_path / f"{number}.yaml").out for number in (1, 2)]
+    run = trained("dit", 2, "--model.router", "dense")
+    argv = ["search", run, "--share", "0.8", "--images", "8", "--output"]
+    outs = [run_command(*argv, tmp_path / f"{number}.yaml").out for number in (1, 2)]
     found, again = ((tmp_path / f"{number}.yaml").read_text() for number in (1, 2))
-    assert (
-        found == again
-        and "converted with its strongest" in found
-        and sum(map(sum, yaml.safe_load(found))) == 13
-    )
+    assert found == again
+    assert "converted with its strongest" in found
+    assert sum(map(sum, yaml.safe_load(found))) == 13
     assert "converted with its strongest heads shared: diffusion loss" in outs[0]
-    count = outs[0].partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
+    # The count that is announced at first is that of the end.
+    count = outs[0].partition("search: 1 of ")[2].split()[0]
     assert f"search: {count} of {count} measurements, 00:00 left" in outs[0]
 
 
@@ -226,10 +227,9 @@ def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_comma
         HeadBudget(8, 4, layer.budget.shared, layer.budget.candidates)
         for layer in attention_layers(model)
     ]
-    with torch.no_grad(), running(model, full):
+    with torch.no_grad(), running(model, ModelBudgets(tuple(full))):
         logits = model(input_ids=ids).logits
     kept = labels != -100
     loss = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
-    assert float(re.search(r"of all heads ([\d.]+);", file.read_text())[1]) == pytest.approx(
-        loss.item(), rel=1e-5
-    )
+    written = float(re.search(r"of all heads ([\d.]+);", file.read_text())[1])
+    assert written == pytest.approx(loss.item(), rel=1e-5)

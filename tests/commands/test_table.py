@@ -1,4 +1,4 @@
-"""The table of runs: real small runs, their numbers read again here by hand."""
+"""The command table: rows of small runs, whose numbers the tests read from the files of the runs."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from tests.support import small_runs
 
 @pytest.fixture(scope="module")
 def runs(trained):
-    """Runs by name: classifiers of three seeds and of half of the heads, diffusion, scored and not, and text."""
+    """Runs by name: three seeds of a classifier, one with half of its heads, diffusion with and without scores, and text."""
     found = {f"cls{seed}": trained("cls", 3, "--seed", seed) for seed in (0, 1, 2)}
     found |= dict(half=trained("cls", 3, "--model.head_budget", "0.5"), text=trained("text", 2))
     scored = f"--score.every 2 --score.images 70 --score.steps 2 --score.extractor {found['cls0']} --score.split val"
@@ -28,14 +28,14 @@ def runs(trained):
 
 
 def cells(text):
-    """{title: cell} of every row of a Markdown table."""
+    """Return {title: cell} for every row of a Markdown table."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert all(len(line) == len(lines[0]) for line in lines)
     return [dict(zip(lines[0], line)) for line in lines[2:]]
 
 
 def configured(run, folder, **keys):
-    """A copy of a run with other values where its config.yaml has the keys first."""
+    """Copy a run and change keys of its config.yaml: of each key, the first line with that name."""
     shutil.copytree(run, folder)
     text = (folder / "config.yaml").read_text()
     for key, value in keys.items():
@@ -53,38 +53,32 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, run_command, capsys):
     assert first["runs"] == "3" and first["steps"] == "3"
     assert first["top-1, %"] == f"{statistics.mean(top1):.2f} ± {statistics.stdev(top1):.2f}"
     assert first["active heads, %"] == "75" and second["active heads, %"] == "50"
-    assert (
-        first["model"].endswith("patch16_224, model.head_budget 0.75")
-        and "head_budget 0.5" in second["model"]
-    )
-    assert (
-        second["runs"] == "1"
-        and second["top-1, %"] == f"{small_runs.results(runs['half'])['top1']:.2f}"
-    )
+    assert first["model"].endswith("patch16_224, model.head_budget 0.75")
+    assert "head_budget 0.5" in second["model"]
+    assert second["runs"] == "1"
+    assert second["top-1, %"] == f"{small_runs.results(runs['half'])['top1']:.2f}"
     assert float(second["MACs, M"]) < float(first["MACs, M"])
-    # The size is what --dry-run says of the same run.
+    # --dry-run prints the same size.
     capsys.readouterr()
     train_cls.main([*small_runs.arguments("cls", runs["cls0"], 3, 100), "--dry-run"])
     counted = capsys.readouterr().out.split("parameters:")[1].split()[0].replace(",", "")
     assert first["parameters, M"] == f"{int(counted) / 1e6:.4g}"
-    # One seed has the binomial error of its images instead of a deviation.
+    # A row of one seed has no deviation over seeds, so a note says the binomial error over its images.
     p = small_runs.results(runs["half"])["top1"] / 100
-    error = f"355 validation images of digits; one standard error of top-1 over these images is {100 * (p * (1 - p) / 355) ** 0.5:.2g} points."
-    assert out.count("standard error") == 1 and error in out.splitlines()[-1]
-    assert "top-5" not in out  # of 10 classes
+    points = f"{100 * (p * (1 - p) / 355) ** 0.5:.2g}"
+    note = f"355 validation images of digits; one standard error of top-1 over these images is {points} points."
+    assert out.count("standard error") == 1 and note in out.splitlines()[-1]
+    assert "top-5" not in out  # not shown for 10 classes
     assert "BLEU" not in out and "FID" not in out and f"{runs['cls2']} (seed 2)" in out
-    out = run_command(
-        "table", *folders[:3], "--names", "three quarters", "half | 50", "other seed"
-    ).out
-    assert [row["model"] for row in cells(out.replace("\\|", "/"))] == [
-        "three quarters",
-        "half / 50",
-    ]
+    names = ["three quarters", "half | 50", "other seed"]
+    out = run_command("table", *folders[:3], "--names", *names).out
+    models = [row["model"] for row in cells(out.replace("\\|", "/"))]
+    assert models == ["three quarters", "half / 50"]
     assert f"- half | 50: {runs['half']} (seed 0)" in out
 
 
 def test_what_tells_runs_apart(runs, tmp_path, run_command):
-    """Steps and settings do, how often and how a run was logged and saved does not; defaults are not in a name."""
+    """Runs share a row if they differ only in the seed and in how they log and save. Names leave defaults out."""
     slow = configured(
         runs["cls0"], tmp_path / "slow", log_every=7, save_in_background="false", seed=5
     )
@@ -101,7 +95,7 @@ def test_what_tells_runs_apart(runs, tmp_path, run_command):
 def test_diffusion(runs, run_command, refused):
     out = run_command("table", runs["dit"]).out
     scores = [entry["scores"] for entry in small_runs.entries(runs["dit"]) if "scores" in entry][-1]
-    (row,) = cells(out)  # no paper trains DiT-S with these sizes
+    (row,) = cells(out)  # there is no row of a paper, because none trains a model of this size
     assert row["FD"] == f"{scores['fd']:.2f}" and row["precision"] == f"{scores['precision']:.3f}"
     assert "FID" not in row and scores["label"] in out and "70 images against 355 of digits" in out
     assert f"sampler {scores['sampling']['sampler']}, steps {scores['sampling']['steps']}" in out
@@ -110,7 +104,7 @@ def test_diffusion(runs, run_command, refused):
 
 
 def test_steps_are_those_of_the_weights(runs, tmp_path, run_command):
-    """Not those of the last line logged, nor of the plan."""
+    """The steps of a row are those of the scored weights, not of the last line of the log or of max_steps."""
     folder = configured(runs["dit"], tmp_path / "run", max_steps=5)
     (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, step=1)))
     out = run_command("table", folder).out
@@ -120,36 +114,23 @@ def test_steps_are_those_of_the_weights(runs, tmp_path, run_command):
 def test_scores_of_sample_py_come_first(runs, tmp_path, run_command):
     shutil.copytree(runs["dit"], tmp_path / "run")
     drawn = dict(sampler="ddpm", steps=250, seed=3, weights_sha256="c0ffee", cfg_scale=None)
-    scores = dict(
-        fid=12.345,
-        kid=0.001234,
-        precision=None,
-        num_generated=50000,
-        num_reference=10000,
-        label="FID-50K",
-    )
-    scores.update(reference="ref.npz", extractor="inception", sampling=drawn)
+    scores = dict(fid=12.345, kid=0.001234, precision=None, label="FID-50K", sampling=drawn)
+    scores |= dict(num_generated=50000, num_reference=10000)
+    scores |= dict(reference="ref.npz", extractor="inception")
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
     out = run_command("table", tmp_path / "run").out
     (row,) = cells(out)
-    assert (
-        row["FID"] == "12.35"
-        and row["KID"] == "0.00123"
-        and "FD" not in row
-        and "precision" not in row
-    )
+    assert row["FID"] == "12.35" and row["KID"] == "0.00123"
+    assert "FD" not in row and "precision" not in row
     assert "FID-50K by inception; sampler ddpm, steps 250.\n" in out
-    # Scores of other images are no spread over seeds.
-    one, other = cells(
-        run_command(
-            "table", tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)
-        ).out
-    )
+    # Another seed with a different score, of other images, gets a row of its own.
+    second = configured(runs["dit"], tmp_path / "other", seed=1)
+    one, other = cells(run_command("table", tmp_path / "run", second).out)
     assert one["FD"] == "-" and other["FID"] == "-"
 
 
 def paper_row(monkeypatch, model, **changed):
-    """Give a paper's row of a model other numbers."""
+    """Change entries of a model's row in `PAPER_ROWS`."""
     rows = []
     for row in table.PAPER_ROWS:
         if row["model"] == model:
@@ -158,8 +139,8 @@ def paper_row(monkeypatch, model, **changed):
     monkeypatch.setattr(table, "PAPER_ROWS", rows)
 
 
-def test_a_row_of_a_paper_is_of_a_model_of_the_same_size(runs, run_command, monkeypatch):
-    """A small model of the paper's name, or one of other classes, is another model."""
+def test_a_row_of_a_paper_is_shown_for_the_same_size_and_data_only(runs, run_command, monkeypatch):
+    """A model with the name of a paper's model, but smaller or trained on other data, cannot be compared with it."""
     assert len(cells(run_command("table", runs["text"]).out)) == 1
     name = "moh_vit_tiny_patch16_224"
     monkeypatch.setattr(table, "ANOTHER_MODEL", set())
@@ -182,7 +163,7 @@ def test_translation_beside_the_paper(runs, run_command, capsys, monkeypatch):
     assert paper["model"] == "MAE-7 (Peng 2020, table 3; IWSLT14 DE-EN)" and paper["BLEU"] == "35.5"
     assert paper["runs"] == "paper" and paper["val. perplexity"] == "-"
     assert "BLEU of 40 pairs of val" in out
-    # A tied table counts once, here as in --dry-run.
+    # A tied embedding counts once, as in --dry-run.
     assert row["parameters, M"] == f"{parameters / 1e6:.4g}"
     train_text.main([*small_runs.arguments("text", runs["text"], 2, 100), "--dry-run"])
     assert f"parameters:   {parameters:,}\n" in capsys.readouterr().out
@@ -190,18 +171,16 @@ def test_translation_beside_the_paper(runs, run_command, capsys, monkeypatch):
 
 def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, run_command):
     for seed, step in ((0, 1200), (1, 900)):
-        folder = configured(
-            runs["text"], tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1
-        )
-        (folder / "results.json").write_text(
-            json.dumps(small_runs.results(folder) | dict(step=step))
-        )
+        folder = tmp_path / f"seed{seed}"
+        configured(runs["text"], folder, seed=seed, patience=3, eval_every=1)
+        results = small_runs.results(folder) | dict(step=step)
+        (folder / "results.json").write_text(json.dumps(results))
     (row,) = cells(run_command("table", tmp_path / "seed0", tmp_path / "seed1").out)
     assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
 
 
 def test_suites(tmp_path, run_command, refused):
-    """Of a folder with a configuration alone: there are scores, and no weights."""
+    """The scores of a suite are shown for a folder with a configuration and scores.json, but without weights."""
     data = dict(root="text", val="val")
     model = dict(name="clm_moh_small_75")
     config = dict(kind="text", seed=0, model=model, data=data, generate=dict(beam=5))
@@ -221,15 +200,14 @@ def test_suites(tmp_path, run_command, refused):
 
 
 def test_rows_of_the_papers():
-    """Each is of a model that exists, and its numbers are numbers."""
+    """Each row names a model that exists, and its sizes and scores are positive numbers."""
     numbers = {*table.SIZES, *table.COLUMNS}
     names = list_text_presets()
     for row in table.PAPER_ROWS:
         model = row["model"]
         assert timm.is_model(model) or model in names or model == "clm_pretrained", model
-        assert set(row) <= {"model", "row", "source", "data", "steps", "pair", "suite", *numbers}, (
-            row
-        )
+        known = {"model", "row", "source", "data", "steps", "pair", "suite", *numbers}
+        assert set(row) <= known, row
         assert row.get("suite") or numbers & set(row), row
         for key in numbers & set(row):
             assert float(row[key].replace(",", "")) > 0

@@ -1,4 +1,4 @@
-"""Names of classes as people and their systems write them: marks, empty lines, umlauts of two characters."""
+"""Names of classes as editors and file systems write them: byte order marks, empty lines, decomposed umlauts."""
 
 import unicodedata
 
@@ -11,13 +11,14 @@ from tests.support.pictures import convert, write_folder
 from tests.support.refusals import one_line
 from tests.support.shards import write_shards
 
-APART = unicodedata.normalize("NFD", "Übersee")  # as a folder's name on a Mac
+# The umlaut is two characters, a letter and its dots, as a Mac writes the name of a folder.
+DECOMPOSED = unicodedata.normalize("NFD", "Übersee")
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n \n"])
-def test_a_mark_and_lines_at_the_end_are_no_names(tmp_path, end):
+def test_a_byte_order_mark_and_empty_lines_at_the_end_are_no_names(tmp_path, end):
     root = write_shards(tmp_path / "shards")
-    text = "\ufeffant\r\nbee  \n" + APART + end
+    text = "\ufeffant\r\nbee  \n" + DECOMPOSED + end
     (root / "classes.txt").write_text(text, encoding="utf-8", newline="")
     assert open_source(str(root), "train").classes == ["ant", "bee", "Übersee"]
 
@@ -28,7 +29,7 @@ def test_a_mark_and_lines_at_the_end_are_no_names(tmp_path, end):
         ("ant\n\nbee\ncat\n", "classes.txt: line 2 is empty, expected the name of a class"),
         ("\nant\nbee\ncat\n", "classes.txt: line 1 is empty"),
         ("ant\nbee\nant\n", "classes.txt: lines 1 and 3 are both 'ant'"),
-        (f"Übersee\nbee\n{APART}\n", "classes.txt: lines 1 and 3 are both 'Übersee'"),
+        (f"Übersee\nbee\n{DECOMPOSED}\n", "classes.txt: lines 1 and 3 are both 'Übersee'"),
     ],
 )
 def test_lines_that_shift_or_repeat_names_are_refused(tmp_path, text, words):
@@ -40,12 +41,13 @@ def test_lines_that_shift_or_repeat_names_are_refused(tmp_path, text, words):
 
 def test_umlauts_of_a_mac_are_those_that_are_typed(tmp_path):
     root = write_folder(tmp_path / "data", classes=("Zoo", "Übersee"), train=2, val=1)
-    (root / "train" / "Übersee").rename(root / "train" / APART)
+    (root / "train" / "Übersee").rename(root / "train" / DECOMPOSED)
     train, val = open_splits(str(root))
     assert train.classes == val.classes == ["Zoo", "Übersee"]
-    assert [train.image(i).size for i in range(4)] == 4 * [(12, 8)]  # by the folder's own name
-    assert chosen_classes("--classes", [APART], train.classes) == [1]
-    assert chosen_classes("--classes", ["Übersee"], ["Zoo", APART]) == [1]
+    # Images are opened by the name that the folder really has.
+    assert [train.image(i).size for i in range(4)] == 4 * [(12, 8)]
+    assert chosen_classes("--classes", [DECOMPOSED], train.classes) == [1]
+    assert chosen_classes("--classes", ["Übersee"], ["Zoo", DECOMPOSED]) == [1]
     assert convert(root, tmp_path / "shards") == 0
     assert class_names(tmp_path / "shards" / "classes.txt") == ["Zoo", "Übersee"]
     (root / "train" / "Übersee").mkdir()

@@ -1,15 +1,17 @@
+"""Decoding: the pixels of every format, and the centre crop of images of any shape."""
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import center_crop, decode_image
-from tests.support.pictures import encoded, gradient, kinds
+from tests.support.pictures import encoded, gradient, image_files
 
 
-@pytest.mark.parametrize("name", kinds())
+@pytest.mark.parametrize("name", image_files())
 def test_every_kind_of_file_is_the_same_picture(name):
-    image = decode_image(kinds()[name], name)
+    image = decode_image(image_files()[name], name)
     assert image.size == (12, 8) and image.mode in ("L", "RGB")
     grey = name.startswith(("grey", "bit"))
     expected = gradient().convert("L" if grey else "RGB")
@@ -36,7 +38,7 @@ def noise(width, height, mode="RGB"):
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_of_a_longer_image_the_centre_is_cut_out_untouched(mode):
+def test_the_centre_of_a_longer_image_is_cut_out_without_resampling(mode):
     for width, height, top, left in ((16, 16, 0, 0), (16, 25, 4, 0), (31, 16, 0, 7)):
         image = noise(width, height, mode)
         assert np.array_equal(
@@ -51,13 +53,15 @@ def test_every_shape_gives_the_centre(size):
     image = center_crop(gradient(*size), 16)
     assert image.size == (16, 16) and image.mode == "RGB"
     pixels = np.asarray(image).astype(float)
-    if min(size) >= 15:  # red grows to the right, green downwards: half of both in the middle
-        assert (
-            abs(pixels[7:9, 7:9, :2].mean((0, 1)) - 127.5).max() < 9
-        )  # half a pixel, where one too many is cut off
+    if min(size) >= 15:
+        # Red grows to the right and green downwards, so both are 127.5 in the middle. The crop may be half a pixel off
+        # centre, if an odd number of pixels is cut off.
+        assert abs(pixels[7:9, 7:9, :2].mean((0, 1)) - 127.5).max() < 9
         width, height = (16 * side / min(size) for side in size)
-        slopes = np.diff(pixels[8, :, 0])[2:-2].mean(), np.diff(pixels[:, 8, 1])[2:-2].mean()
-        assert slopes == pytest.approx((255 / width, 255 / height), rel=0.12)
+        slope_of_red = np.diff(pixels[8, :, 0])[2:-2].mean()
+        slope_of_green = np.diff(pixels[:, 8, 1])[2:-2].mean()
+        expected = pytest.approx((255 / width, 255 / height), rel=0.12)
+        assert (slope_of_red, slope_of_green) == expected
 
 
 def test_much_larger_images_are_halved_with_a_box():
@@ -65,9 +69,8 @@ def test_much_larger_images_are_halved_with_a_box():
     assert np.array_equal(center_crop(small.resize((64, 64), Image.Resampling.NEAREST), 16), small)
     image = noise(44, 32)
     halved = np.asarray(image).astype(float).reshape(16, 2, 22, 2, 3).mean((1, 3))
-    assert (
-        abs(np.asarray(center_crop(image, 16)) - halved[:, 3:19]).max() <= 1
-    )  # rounded once a direction
+    # Pillow averages and rounds one direction after the other.
+    assert abs(np.asarray(center_crop(image, 16)) - halved[:, 3:19]).max() <= 1
 
 
 def test_diffusion_data_are_cropped_not_squashed():

@@ -1,4 +1,4 @@
-"""Which files of a folder are its images: the same ones for training, validation, predict, shards, latents and scores."""
+"""Training, validation and the commands predict, shards, latents and fidelity take the same files of a folder as images."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ SIZES = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_c
 
 
 def odd_folder(folder):
-    """Nine images in two classes; hidden ones, deeper ones, other endings and other modes of pictures."""
+    """Write nine images of two classes in many formats and depths of folders, and files that are no images of theirs."""
     picture = gradient(8, 8)
     palette = picture.convert("RGBA").convert("P")
     palette.info["transparency"] = 0
@@ -31,7 +31,7 @@ def odd_folder(folder):
         "bee/7.tiff": encoded(picture, "TIFF"),
         "bee/8.webp": encoded(picture.convert("RGBA"), "WEBP"),
         "bee/9.ppm": encoded(picture, "PPM"),
-        # Not these:
+        # None of these is taken.
         "ant/.hidden.png": encoded(picture),
         "ant/._1.png": b"of a Mac",
         "bee/.thumbnails/6.png": encoded(picture),
@@ -98,7 +98,7 @@ def test_every_reader_takes_the_same_images_and_says_what_it_leaves_out(root, tm
     as_trained = open_set("GENERATED", str(root), "train", "train")
     as_trained.size = 8
     assert (as_trained.count, list(as_trained.remarks)) == (9, [line])
-    # And the same pixels, whatever the mode of the file.
+    # Scores and training also decode the same pixels, whatever the colour mode of a file.
     one, other = (
         np.sort(images.read(0, 9).reshape(9, -1), axis=0) for images in (scored, as_trained)
     )
@@ -116,7 +116,7 @@ def test_a_class_called_train_is_no_split(tmp_path):
             open_source(root, split)
     assert open_set("REFERENCE", root, None, "train") == root
     assert open_images(root, "reference").count == 2
-    # Folders beside the splits that hold no images make no classes of these.
+    # A folder without images beside `train` is no class, so `train` is taken for the split.
     (tmp_path / "data" / "bus" / "0.png").rename(tmp_path / "data" / "bus" / "notes.txt")
     assert len(open_source(root, "train")) == 1
 

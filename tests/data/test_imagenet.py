@@ -1,3 +1,5 @@
+"""Augmentation and validation transforms of classification compared with timm's, and what loaders do with them."""
+
 import math
 import os
 import random
@@ -47,20 +49,16 @@ def test_pixels_become_floats_as_in_timm(channels):
         for transform in pair:
             random.seed(1), np.random.seed(1), torch.manual_seed(1)
             tensors.append(torch.cat([transform(image) for _ in range(20)]))
-        assert (
-            torch.equal(*tensors)
-            and tensors[0].is_contiguous()
-            and tensors[0].dtype == torch.float32
-        )
+        assert torch.equal(*tensors)
+        assert tensors[0].is_contiguous() and tensors[0].dtype == torch.float32
 
 
 def loader(root, workers=0, bad=None, mixing=None, prepare=None, **order):
+    """Return a training loader of a folder; `order` changes arguments of its `PositionSampler`."""
     source = open_source(str(root), "train")
     transform = imagenet_train_transform(16, 3, **NORMAL, **RECIPE)
-    order = {
-        **dict(batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=3, repeats=3),
-        **order,
-    }
+    defaults = dict(batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=3, repeats=3)
+    order = {**defaults, **order}
     sampler = PositionSampler(source.shard_sizes, group=2, seed=5, **order)
     images = LabelledImages(source, transform, seed=5)
     return training_loader(images, sampler, workers, bad, mixing, prepare)
@@ -68,6 +66,7 @@ def loader(root, workers=0, bad=None, mixing=None, prepare=None, **order):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_prepares_batches_in_its_own_process(tmp_path, workers):
+    """`prepare` may use the GPU, which workers must not."""
     root = write_folder(tmp_path, train=8)
     processes = []
 
@@ -82,7 +81,7 @@ def test_a_loader_prepares_batches_in_its_own_process(tmp_path, workers):
 
 @pytest.mark.parametrize("augment", ["imagenet", "none", "affine", "crop_flip", "flip"])
 def test_augmentation_depends_on_seed_and_position_alone(augment):
-    """Each position has its own view of the one image."""
+    """An image is augmented differently at each position, whatever the state of the global random generators."""
     train, _ = classification_transforms(
         ClsDataConfig(augment=augment, color_jitter=0.4), CFG, 8, 1
     )
@@ -102,9 +101,8 @@ def test_workers_resuming_and_mixing_do_not_change_a_bit(tmp_path):
     root = write_folder(tmp_path, train=15)
 
     def run(workers, **order):
-        batches = list(
-            loader(root, workers, mixing=BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch"), **order)
-        )
+        mixing = BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch")
+        batches = list(loader(root, workers, mixing=mixing, **order))
         return [torch.stack([b[key] for b in batches]) for key in ("images", "labels")]
 
     images, labels = run(0)
@@ -121,10 +119,8 @@ def test_two_processes_mix_as_two_micro_batches_do(tmp_path):
     mixing = BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch")
     alone = [b["images"] for b in loader(root, mixing=mixing, accumulation=2)]
     ranks = [[b["images"] for b in loader(root, mixing=mixing, rank=r, world=2)] for r in range(2)]
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(alone, [x for pair in zip(*ranks) for x in pair], strict=True)
-    )
+    in_turns = [images for of_both in zip(*ranks) for images in of_both]
+    assert all(torch.equal(a, b) for a, b in zip(alone, in_turns, strict=True))
 
 
 def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
@@ -137,14 +133,14 @@ def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
     torch.testing.assert_close(mixed, x * share + x.flip(0) * (1 - share))
     torch.testing.assert_close(targets, torch.eye(4) * share + torch.eye(4).flip(1) * (1 - share))
     assert not torch.equal(only_mixup(x.clone(), y, position=72)[1], targets)
-    mixed, targets = BatchMixing(0, 4, 0.0, 1.0, 1.0, 0.5, "batch")(x.clone(), y, position=64)
-    torch.testing.assert_close(
-        targets[0, 0], (mixed[0] == 0).float().mean()
-    )  # cutmix: the area that is left
+    only_cutmix = BatchMixing(0, 4, 0.0, 1.0, 1.0, 0.5, "batch")
+    mixed, targets = only_cutmix(x.clone(), y, position=64)
+    # The target of cutmix is the share of the area that the image, all 0 here, keeps.
+    torch.testing.assert_close(targets[0, 0], (mixed[0] == 0).float().mean())
 
 
 def test_posterizing_to_zero_bits_is_black():
-    """Magnitude 10 keeps no bits; Pillow 13 refuses that, older ones drew black."""
+    """Magnitude 10 keeps no bits of a pixel. Pillow 13 refuses to posterize so, but earlier versions drew black."""
     transform = imagenet_train_transform(8, 3, **NORMAL, auto_augment="rand-m10-inc1", scale=(1, 1))
     rand_augment = transform.transforms[2].transforms[0]
     op = next(op for op in rand_augment.ops if op.name == "PosterizeIncreasing")
@@ -164,7 +160,7 @@ def test_an_augmentation_that_timm_does_not_know(wrong):
 
 def test_grey_images_are_augmented_too():
     transform = imagenet_train_transform(8, 1, (0.5,), (0.5,), **RECIPE)
-    for seed in range(60):  # every operation comes up
+    for seed in range(60):  # enough draws for every operation to come up
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
         assert transform(gradient().convert("L")).shape == (1, 8, 8)
 
@@ -201,6 +197,7 @@ def test_validation_follows_the_model_or_the_configuration():
 
 
 def damage(root, *names):
+    """Cut off files of the training split."""
     for name in names:
         path = root / "train" / name
         path.write_bytes(path.read_bytes()[:60])
@@ -214,14 +211,14 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
     item = data[(7, 3)]
     assert [number for number, _ in item["bad"]] == [3, 4]
     assert "train/cat/3.png" in item["bad"][0][1]
-    assert torch.equal(item["images"], data[(7, 5)]["images"])  # as if 5 had stood at position 7
+    assert torch.equal(item["images"], data[(7, 5)]["images"])  # augmented as image 5 at position 7
     bad = BadSamples(len(source), 0.2)
     for workers in (0, 1):
         batches = list(loader(root, workers, bad, repeats=1, stop=4))
         assert [len(b["images"]) for b in batches] == [8] * 4
         assert set(batches[0]) == {"images", "labels"}
-    assert bad.new and set(bad.seen) == {3, 4}  # different ones, however often they come
-    data.replace = False  # as for validation
+    assert bad.new and set(bad.seen) == {3, 4}  # an image that comes again is not counted again
+    data.replace = False  # validation leaves unreadable images out
     batches = evaluation_loader(data, [[0, 3, 9], [3, 4], [8]], 0, bad)
     assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [1]]
     of_another_process = [(5, "rank 1: bad"), (6, "rank 1: bad")]

@@ -1,3 +1,5 @@
+"""The order of samples is a function of seed and epoch, and processes and micro-batches divide it."""
+
 import numpy as np
 import pytest
 
@@ -28,9 +30,8 @@ def test_a_group_of_shards_is_finished_before_the_next():
     order = epoch_order(0, 0, sizes, 2)
     shards = [set((order[i : i + 10] // 5).tolist()) for i in range(0, 30, 10)]
     assert [len(s) for s in shards] == [2, 2, 2] and set.union(*shards) == set(range(6))
-    assert [s // 5 for s in order[:10]] != sorted(
-        s // 5 for s in order[:10]
-    )  # mixed inside the group
+    shards_of_group = [s // 5 for s in order[:10]]
+    assert shards_of_group != sorted(shards_of_group), "not mixed within the group"
 
 
 @pytest.mark.parametrize("world, accumulation", [(2, 1), (4, 1), (1, 2), (2, 2), (2, 4)])
@@ -61,7 +62,7 @@ def test_evaluation_sees_each_sample_once():
 
 
 def test_seeds_never_change():
-    """Others would change every figure, and the numbers of a run that is resumed."""
+    """Other seeds would change published results, and the random numbers of runs that resume."""
     assert (derive_seed(0), derive_seed(3, 4)) == (893442142816765029, 6807787904548242825)
     assert {stream.name: derive_seed(7, 5, stream) for stream in Stream} == dict(
         DIFFUSION=6885511475808760356, MIXING=2228076497174741660, POSTERIOR=1786161574248634213,
@@ -73,7 +74,10 @@ def test_seeds_never_change():
 
 @pytest.mark.parametrize("batch_size", [9, 8, 30, 64])
 def test_repeated_augmentation(batch_size):
-    """An epoch of as many positions shows a third of the samples, each three times, near each other."""
+    """An epoch, of as many positions as there are samples, shows a third of the samples, three copies of each.
+
+    Copies are close to each other: within a batch, or in neighbouring ones.
+    """
     items = flat(batches(repeats=3, batch_size=batch_size, stop=90 * 8 // batch_size))
     assert [p for p, _ in items] == list(range(len(items)))
     in_order = sorted(items, key=lambda item: position_side_by_side(item[0], batch_size, 3))
@@ -84,7 +88,7 @@ def test_repeated_augmentation(batch_size):
 
 
 def position_side_by_side(position, batch_size, repeats):
-    """Where a position stands when the copies of a sample stand side by side."""
+    """Return the index of a position in an order in which the copies of a sample are neighbours."""
     step, slot = divmod(position, batch_size)
     slots = [s for copy in range(repeats) for s in range(copy, batch_size, repeats)]
     return step * batch_size + slots[slot]
@@ -96,4 +100,7 @@ def test_copies_lie_in_different_micro_batches():
         micro = [[i for _, i in steps[step * 3 + m]] for m in range(3)]
         assert micro[0] == micro[1] == micro[2] and len(set(micro[0])) == 4
     whole = list(batches(repeats=3, batch_size=12, stop=2))
-    assert [flat(steps[:3]), flat(steps[3:])] == whole  # the same step, however it is divided
+    assert [
+        flat(steps[:3]),
+        flat(steps[3:]),
+    ] == whole  # accumulation does not change the samples of a step

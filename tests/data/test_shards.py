@@ -1,3 +1,5 @@
+"""The command `shards`: what it stores, what it refuses, and that training and webdataset read its shards."""
+
 import hashlib
 import io
 import itertools
@@ -23,10 +25,12 @@ from moh_vision.data.folder import IMAGES, ImageFolder
 from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
-from tests.support.refusals import refuse, told
+from tests.support import refusals
+from tests.support.refusals import refuse
 
 
 def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):
+    """Write `each` images of every class, numbered from `first` on, to root/CLASS, and return `root`."""
     for c, name in enumerate(classes):
         (root / name).mkdir(parents=True, exist_ok=True)
         for i in range(first, first + each):
@@ -35,25 +39,16 @@ def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", f
 
 
 def run(source, out, *more, workers=1):
-    return main(
-        [
-            "shards",
-            "--in",
-            str(source),
-            "--out",
-            str(out),
-            "--workers",
-            str(workers),
-            *map(str, more),
-        ]
-    )
+    """Run the command `shards` and return its exit code."""
+    argv = ["shards", "--in", source, "--out", out, "--workers", workers, *more]
+    return main([str(word) for word in argv])
 
 
-error_line = partial(told, command="shards")
+error_line = partial(refusals.error_line, command="shards")
 
 
 def test_a_folder_of_classes_is_divided(tmp_path, capfd):
-    """Files stay in their split when others are added; the classes are whole in both."""
+    """--val-fraction: a file stays in its split when files are added, and each split has all classes."""
     root = write_folder(tmp_path / "images", each=40)
     assert run(root, tmp_path / "out", "--val-fraction", 0.25) == 0
     train, val = (
@@ -65,26 +60,26 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert run(root, tmp_path / "more", "--val-fraction", 0.25) == 0
     more = set((tmp_path / "more" / "val.files.txt").read_text().splitlines())
     assert val == more - {name for name in more if int(name[-6:-4]) >= 40}
-    # Bad files are counted over both splits, and what is finished is kept.
+    # Bad files are counted over both splits, and finished shards are kept.
     for names in (train, val):
         (root / min(names)).write_bytes(b"")
-    both = partial(run, root, tmp_path / "bad", "--val-fraction", 0.25, "--max-bad-fraction")
-    assert both(0.008) == 2 and "2 unreadable so far" in (line := error_line(capfd))
+    allowing = partial(run, root, tmp_path / "bad", "--val-fraction", 0.25, "--max-bad-fraction")
+    assert allowing(0.008) == 2
+    line = error_line(capfd)
+    assert "2 unreadable so far" in line
     words = "allowed are --max-bad-fraction 0.008 of 240 images; 0.009 allows these); finished shards are kept"
     assert words in line
-    assert both(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
+    assert allowing(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
     assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
     assert "leaves class cat without a file in val; give a larger one" in error_line(capfd)
-    assert (
-        run(write_folder(tmp_path / "a" / "train").parent, tmp_path / "b", "--val-fraction", 0.1)
-        == 2
-    )
+    write_folder(tmp_path / "split" / "train")
+    assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
     assert "--val-fraction has no effect" in error_line(capfd)
 
 
 @pytest.mark.parametrize("val", ["val", "validation"])
 def test_both_splits_are_written_and_read_by_training(tmp_path, val):
-    """Also by webdataset; the record has their sums, and members no time and owner."""
+    """webdataset reads them too. The record has the sha256 of each shard, and members have neither time nor owner."""
     root = tmp_path / "images"
     out = tmp_path / "out"
     write_folder(root / "train")
@@ -107,18 +102,16 @@ def test_both_splits_are_written_and_read_by_training(tmp_path, val):
         entries = record["shards"]
         options = ("size", "quality", "samples-per-shard", "seed")
         assert [made_from[f"--{option}"] for option in options] == [None, None, 7, 0]
-        assert all(
-            made_from[f"images of class {name}"] == len(files) // 3 for name in source.classes
-        )
+        counts = [made_from[f"images of class {name}"] for name in source.classes]
+        assert counts == [len(files) // 3] * 3
         for entry, path in zip(entries, source.paths, strict=True):
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             assert entry == dict(
                 shard=path.name, samples=6, bytes=path.stat().st_size, sha256=sha256, bad=[]
             )
             with tarfile.open(path) as tar:
-                assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {
-                    (0, 0, 0, "", "")
-                }
+                owners = {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar}
+            assert owners == {(0, 0, 0, "", "")}
     assert (out / ".train-000000.tar.index.npy").exists()
     train = Shards(str(out), "train").labels
     assert all(len(set(train[i : i + 6])) > 1 for i in range(0, 24, 6)), "a shard of one class"
@@ -131,7 +124,7 @@ def save(image, form, **options):
 
 
 def photograph(mode="RGB", size=(60, 40)):
-    """Left half dark, right half light."""
+    """Return an image whose left half is dark and whose right half is light."""
     image = Image.new("L", size, 20)
     image.paste(230, (size[0] // 2, 0, *size))
     return image.convert(mode)
@@ -165,8 +158,9 @@ def test_reencoded_images_are_rgb_jpegs_of_the_size(data, size):
     assert (extension, image.format, image.mode, image.size) == ("jpg", "JPEG", "RGB", size)
     assert b"secret" not in stored
     pixels = np.asarray(image).astype(int)
-    wide = size[0] // 4
-    assert abs(pixels[:, :wide] - 20).max() < 12 and abs(pixels[:, -wide:] - 230).max() < 12
+    quarter = size[0] // 4
+    assert abs(pixels[:, :quarter] - 20).max() < 12
+    assert abs(pixels[:, -quarter:] - 230).max() < 12
 
 
 def test_reduction_is_antialiased():
@@ -212,7 +206,7 @@ def slow_encoding(data, size, quality):
     return encode_sample(data, size, quality)
 
 
-def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
+def test_bad_images_end_the_command_or_are_left_out_and_listed(tmp_path, capfd):
     root = write_folder(tmp_path / "images")
     out = tmp_path / "out"
     (root / "dog" / "03.png").write_bytes(b"")
@@ -220,9 +214,8 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     words = f"{root}/dog/03.png: cannot identify the image format (0 bytes) (1 unreadable so far, allowed are --max-bad"
     assert words in error_line(capfd)
     mended = shutil.copytree(root, tmp_path / "mended")
-    (
-        mended / "dog" / "03.png"
-    ).unlink()  # before the first shard is finished another input is taken
+    (mended / "dog" / "03.png").unlink()
+    # No shard is finished yet, so the same --out may be filled from another input.
     assert run(mended, out) == 0 and len(Shards(str(out), "train")) == 23
     capfd.readouterr()
     (root / "owl" / "05.png").write_bytes(b"text")
@@ -230,10 +223,8 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.05) == 2
     assert "2 unreadable so far, allowed are --max-bad-fraction 0.05 of 24" in error_line(capfd)
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.1, workers=2) == 0
-    assert (
-        "22 images" in (shown := capfd.readouterr().out)
-        and "2 bad images left out, train.bad.txt" in shown
-    )
+    shown = capfd.readouterr().out
+    assert "22 images" in shown and "2 bad images left out, train.bad.txt" in shown
     listed = (fresh / "train.bad.txt").read_text().splitlines()
     bad = (("dog/03.png", 0), ("owl/05.png", 4))
     assert sorted(listed) == [
@@ -243,13 +234,14 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     files = (fresh / "train.files.txt").read_text().splitlines()
     assert len(source) == len(files) == 22
     assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
-    assert run(root, fresh, "--samples-per-shard", 6) == 2, (
-        "what was allowed once is not allowed for ever"
-    )
+    # The limit of an earlier call does not hold for the next one.
+    assert run(root, fresh, "--samples-per-shard", 6) == 2
     assert "2 unreadable so far" in error_line(capfd)
 
 
 def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
+    """An error of the disk ends the command, however many bad images are allowed."""
+
     def gone(self, *_):
         raise OSError(5, "Input/output error", str(self))
 
@@ -268,7 +260,7 @@ def test_a_worker_that_dies_is_one_line(tmp_path, capfd, monkeypatch):
 
 
 def control_c(*_):
-    """A terminal interrupts the workers too."""
+    """Send SIGINT to this process and its workers, as a terminal does."""
     for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
         os.kill(process.pid, signal.SIGINT)
 
@@ -276,7 +268,7 @@ def control_c(*_):
 def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     root = write_folder(tmp_path / "images")
     out = tmp_path / "out"
-    # Tests that a shell started in the background inherit that SIGINT is ignored.
+    # If a shell started the tests in the background, this process ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch:
@@ -292,7 +284,7 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
 
 
 def test_shards_store_every_format_that_folders_have(tmp_path):
-    """The bytes of a file unchanged, whether its samples are read by number or as they stream."""
+    """Files are stored and read back unchanged, by random access and as a stream."""
     root = tmp_path / "images"
     endings = [ending.removeprefix(".") for ending in IMAGES]
     for ending in endings:
@@ -309,7 +301,7 @@ def test_shards_store_every_format_that_folders_have(tmp_path):
 
 
 def test_the_rule_of_names_is_in_the_message(tmp_path):
-    """Photographs are called 2021.05.01.jpg: all of a month are one sample, as in webdataset."""
+    """As in webdataset, 2021.05.01.jpg is a file of sample 2021. Names of photographs like this are a common mistake."""
     rule = "; a sample is what its files' names have before the first dot"
     for names, words in (
         (["2021.05.01.jpg", "2021.cls"], "sample 2021 has no image"),
@@ -344,7 +336,7 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
 
 
 def test_a_class_called_train(tmp_path):
-    write_folder(tmp_path / "images", ["train", "tram"], each=2)  # a train that runs on rails
+    write_folder(tmp_path / "images", ["train", "tram"], each=2)  # pictures of trains, no split
     assert run(tmp_path / "images", tmp_path / "out") == 0
     assert Shards(str(tmp_path / "out"), "train").classes == ["train", "tram"]
 
@@ -368,37 +360,43 @@ def test_names_that_are_not_utf8(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            lambda root: (root / "val" / "owl").rename(root / "val" / "elk"),
-            "--in {root}: 3 classes in train, 3 in val; class 'elk' is only in val",
-        ),
-        (
-            lambda root: [
-                folder.rename(root / folder.name) for folder in (root / "train").iterdir()
-            ],
-            "{root}/train holds no images",
-        ),
-        (
-            lambda root: (
-                [
-                    file.rename(root / "train" / f"{file.parent.name}.png")
-                    for file in root.glob("train/*/*")
-                ]
-                + [folder.rmdir() for folder in root.glob("train/*/")]
-            ),
-            "--in {root}: 0 classes in train, 3 in val; class 'cat' is only in val",
-        ),
-        (lambda root: write_folder(root / "validation"), "both val and validation are there"),
-        (
-            lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),
-            "class folder 'cat ': a class name must be UTF-8",
-        ),
-    ],
-)
-def test_folders_that_cannot_be_converted(tmp_path, capfd, change, words):
+def move_classes_out_of_train(root):
+    for folder in list((root / "train").iterdir()):
+        folder.rename(root / folder.name)
+
+
+def move_images_out_of_classes(root):
+    for file in list(root.glob("train/*/*")):
+        file.rename(root / "train" / f"{file.parent.name}.png")
+    for folder in list(root.glob("train/*/")):
+        folder.rmdir()
+
+
+# Case -> (changes a folder of two splits, what the error says).
+CHANGES = {
+    "a class in one split": (
+        lambda root: (root / "val" / "owl").rename(root / "val" / "elk"),
+        "--in {root}: 3 classes in train, 3 in val; class 'elk' is only in val",
+    ),
+    "an empty split": (move_classes_out_of_train, "{root}/train holds no images"),
+    "a split without classes": (
+        move_images_out_of_classes,
+        "--in {root}: 0 classes in train, 3 in val; class 'cat' is only in val",
+    ),
+    "two validation splits": (
+        lambda root: write_folder(root / "validation"),
+        "both val and validation are there",
+    ),
+    "a class that ends in a space": (
+        lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),
+        "class folder 'cat ': a class name must be UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_folders_that_cannot_be_converted(tmp_path, capfd, case):
+    change, words = CHANGES[case]
     root = tmp_path / "images"
     write_folder(root / "train", each=1)
     write_folder(root / "val", each=1)
@@ -408,50 +406,52 @@ def test_folders_that_cannot_be_converted(tmp_path, capfd, change, words):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--in", "{root}"], "the following arguments are required: --out"),
-        (["--in", "{root}/none", "--out", "{out}"], "--in {root}/none: no such file or folder"),
-        (
-            ["--in", "{root}", "--out", "{root}/cat/out"],
-            "--out {root}/cat/out is inside --in {root}",
-        ),
-        (["--in", "{root}", "--out", "{root}"], "is inside --in"),
-        (
-            ["--in", "{root}", "--out", "{file}"],
-            "--out {file}/train.shards.json cannot be written: {file}: Not a directory",
-        ),
-        (
-            ["--in", "{root}", "--out", "{file}/x"],
-            "--out {file}/x/train.shards.json cannot be written: {file}: Not a directory",
-        ),
-        (["--in", "{root}", "--out", "{out}", "--size", "0"], "--size 0: expected 1 or more"),
-        (["--in", "{root}", "--out", "{out}", "--workers", "0"], "--workers 0: expected 1 or more"),
-        (
-            ["--in", "{root}", "--out", "{out}", "--samples-per-shard", "0"],
-            "--samples-per-shard 0: expected 1",
-        ),
-        (
-            ["--in", "{root}", "--out", "{out}", "--quality", "90"],
-            "--quality 90 is of the JPEG that --size stores",
-        ),
-        (
-            ["--in", "{root}", "--out", "{out}", "--size", "9", "--quality", "101"],
-            "--quality 101: expected 1 to 100",
-        ),
-        (
-            ["--in", "{root}", "--out", "{out}", "--max-bad-fraction", "2"],
-            "--max-bad-fraction 2: expected 0 to 1",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, refused, arguments, words):
-    names = dict(
-        root=write_folder(tmp_path / "images", each=1), out=tmp_path / "out", file=tmp_path / "file"
-    )
+# Case -> (options, what the error says).
+MISTAKES = {
+    "no out": ("--in {root}", "the following arguments are required: --out"),
+    "no such input": ("--in {root}/none --out {out}", "--in {root}/none: no such file or folder"),
+    "out in a class": (
+        "--in {root} --out {root}/cat/out",
+        "--out {root}/cat/out is inside --in {root}",
+    ),
+    "out is in": ("--in {root} --out {root}", "is inside --in"),
+    "out is a file": (
+        "--in {root} --out {file}",
+        "--out {file}/train.shards.json cannot be written: {file}: Not a directory",
+    ),
+    "out in a file": (
+        "--in {root} --out {file}/x",
+        "--out {file}/x/train.shards.json cannot be written: {file}: Not a directory",
+    ),
+    "size": ("--in {root} --out {out} --size 0", "--size 0: expected 1 or more"),
+    "workers": ("--in {root} --out {out} --workers 0", "--workers 0: expected 1 or more"),
+    "samples per shard": (
+        "--in {root} --out {out} --samples-per-shard 0",
+        "--samples-per-shard 0: expected 1",
+    ),
+    "quality without size": (
+        "--in {root} --out {out} --quality 90",
+        "--quality 90 is of the JPEG that --size stores",
+    ),
+    "quality": (
+        "--in {root} --out {out} --size 9 --quality 101",
+        "--quality 101: expected 1 to 100",
+    ),
+    "bad fraction": (
+        "--in {root} --out {out} --max-bad-fraction 2",
+        "--max-bad-fraction 2: expected 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(tmp_path, refused, case):
+    options, words = MISTAKES[case]
+    root = write_folder(tmp_path / "images", each=1)
+    names = dict(root=root, out=tmp_path / "out", file=tmp_path / "file")
     names["file"].write_text("mine")
-    assert words.format(**names) in refused("shards", *(a.format(**names) for a in arguments))
+    argv = [word.format(**names) for word in options.split()]
+    assert words.format(**names) in refused("shards", *argv)
     assert not names["out"].exists() and names["file"].read_text() == "mine"
 
 

@@ -1,3 +1,5 @@
+"""Sources of images: digits, shards with their index, and tables of the hub."""
+
 import hashlib
 import os
 import shutil
@@ -24,12 +26,10 @@ def test_digits_split_is_fixed_and_complete():
     assert (len(train), len(test)) == (1442, 355)
     assert np.bincount(test.labels).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
     assert train.pixels.max() == 255 and train.pixels.min() == 0
-    assert (
-        hashlib.sha256(test.pixels.tobytes() + test.labels.tobytes()).hexdigest()[:16]
-        == "c828ed8d66d49993"
-    )
-    seen = {p.tobytes() for p in train.pixels}
-    assert sum(p.tobytes() in seen for p in test.pixels) == 0
+    digest = hashlib.sha256(test.pixels.tobytes() + test.labels.tobytes()).hexdigest()
+    assert digest.startswith("c828ed8d66d49993")
+    of_train = {image.tobytes() for image in train.pixels}
+    assert not any(image.tobytes() in of_train for image in test.pixels)
 
 
 def test_shards_written_by_webdataset_are_read_at_random(tmp_path):
@@ -43,27 +43,24 @@ def test_shards_written_by_webdataset_are_read_at_random(tmp_path):
 def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     folder = write_shards(tmp_path / "d")
     index = folder / ".train-000001.tar.index.npy"
-    of_another = hidden_path(index)
-    of_another.write_bytes(b"another process writes here")
+    # Another process may be writing the index at this moment; its file is not touched.
+    temporary_of_another = hidden_path(index)
+    temporary_of_another.write_bytes(b"another process writes here")
     Shards(str(folder), "train")
-    assert of_another.read_bytes() == b"another process writes here"
+    assert temporary_of_another.read_bytes() == b"another process writes here"
     before = index.stat().st_mtime_ns
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
     append(folder / "train-000001.tar", "0100.txt", bytes(20_000))
-    refuse(
-        f"{folder}/train-000001.tar was changed since the index {index} was made",
-        Shards,
-        str(folder),
-        "train",
-    )
+    words = f"{folder}/train-000001.tar was changed since the index {index} was made"
+    refuse(words, Shards, str(folder), "train")
     index.unlink()
     refuse("train-000001.tar: sample 0100 has no image", Shards, str(folder), "train")
 
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """The files whose sha256 the reader of shards took."""
+    """A list of the files whose sha256 has been computed while shards were opened."""
     files = []
 
     def sha256_of(path):
@@ -86,26 +83,25 @@ def test_a_copy_of_shards_is_hashed_once_against_its_record(tmp_path, hashed):
     assert "copy: 3 of 3 shards have another time than their index; their sha256 is that of" in line
     assert (source.labels == whole.labels).all() and list(source.listing()) == list(whole.listing())
     assert source.read(0) == whole.read(0)
-    assert list(source.identities()) == list(whole.identities())  # latents of a copy go on
+    # The command latents resumes from a copy of its input because it compares these.
+    assert list(source.identities()) == list(whole.identities())
     again = Shards(str(copy), "train")
     assert len(hashed) == 3 and not again.remarks
-    # Bytes that differ at the same size are no copy.
+    # A shard of the same size with other bytes is no copy.
     data = bytearray((copy / "train-000001.tar").read_bytes())
     data[600] ^= 1
     (copy / "train-000001.tar").write_bytes(data)
-    refuse(
-        "train-000001.tar was changed since .*: it does not have the sha256 of train.shards.json",
-        Shards,
-        str(copy),
-        "train",
+    words = (
+        "train-000001.tar was changed since .*: it does not have the sha256 of train.shards.json"
     )
+    refuse(words, Shards, str(copy), "train")
 
 
 def test_a_copy_of_shards_without_a_record_is_indexed_anew(tmp_path, hashed, monkeypatch):
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     folder = write_shards(tmp_path / "d")
     whole = Shards(str(folder), "train")
-    for name, mode in (("copy", 0o755), ("fixed", 0o555)):  # into a read-only folder too
+    for name, mode in (("copy", 0o755), ("read-only", 0o555)):
         copy = shutil.copytree(folder, tmp_path / name, copy_function=shutil.copy)
         copy.chmod(mode)
         try:
@@ -120,7 +116,7 @@ def test_a_copy_of_shards_without_a_record_is_indexed_anew(tmp_path, hashed, mon
 
 
 def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
-    """Another folder of the same name has its own."""
+    """Folders of the same name at different paths have indices of their own."""
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     folder = write_shards(tmp_path / "a" / "d", count=23)
     other = write_shards(tmp_path / "b" / "d", count=7)
@@ -176,16 +172,10 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
         [1, 0, 1],
     )
     assert [source.image(i).getpixel((0, 0)) for i in range(3)] == [(i, 0, 0) for i in range(3)]
-    assert (
-        list(source.identities())
-        == list(opened([1, 0, 1]).identities())
-        != list(opened([1, 1, 1]).identities())
-    )
-    refuse(
-        "^hfds/anna/pets, split validation, row 1: no label, but .* has 2 classes",
-        opened,
-        [0, -1, 1],
-    )
+    assert list(source.identities()) == list(opened([1, 0, 1]).identities())
+    assert list(source.identities()) != list(opened([1, 1, 1]).identities())
+    words = "^hfds/anna/pets, split validation, row 1: no label, but .* has 2 classes"
+    refuse(words, opened, [0, -1, 1])
 
 
 def test_columns_of_a_table_of_the_hub_are_chosen(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a run remembers of its data, and what is refused when it goes on."""
+"""The record of a run's data, data.json, and the changes of data that a resumed run refuses."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from tests.support.shards import write_shards
 
 
 def record(root, *allowed):
+    """Return the record of a data set; `allowed` are the keys of --allow-change."""
     train, val = open_splits(str(root))
     return DataRecord(str(root), allowed, train=train, val=val)
 
@@ -31,6 +32,7 @@ def added(root):
         shutil.copytree(root / split / "dog", root / split / "eel")
 
 
+# Case -> (changes a folder, what the error says).
 CHANGES = {
     "a class renamed": (
         lambda root: renamed(root, "ant"),
@@ -56,16 +58,12 @@ def test_a_folder_that_has_changed_is_refused_by_name(tmp_path, change):
     root = write_folder(tmp_path / "data")
     run = tmp_path / "run"
     run.mkdir()
-    act, words = CHANGES[change]
+    change_folder, words = CHANGES[change]
     record(root).save(run)
     record(root).check(run, pytest.fail)
-    act(root)
-    refuse(
-        f"data.root {root}.*not the data that {run} began with: .*{words}",
-        record(root).check,
-        run,
-        pytest.fail,
-    )
+    change_folder(root)
+    message = f"data.root {root}.*not the data that {run} began with: .*{words}"
+    refuse(message, record(root).check, run, pytest.fail)
     said = []
     if "--allow-change" in words:
         record(root, "data.root").check(run, said.append)
@@ -92,7 +90,7 @@ def test_shards_that_were_written_again_are_refused(tmp_path):
         return DataRecord(str(root), (), train=open_source(str(root), "train"))
 
     outline().save(tmp_path)
-    for path in root.glob("*.tar"):  # a copy has other times
+    for path in root.glob("*.tar"):  # other modification times, as of a copy, are no change
         os.utime(path, (0, 0))
     for index in root.glob(".*.index.npy"):
         index.unlink()
@@ -145,7 +143,10 @@ def test_latents_of_another_vae_are_other_data():
 
 
 def test_transparent_pixels_are_said(tmp_path, capsys):
-    """Decoding drops alpha: what lies under it is seen. An opaque alpha channel, as of screenshots, changes nothing."""
+    """Decoding drops alpha, so transparent pixels show the colour under them, and a line warns of that.
+
+    An alpha channel that is opaque, as in screenshots, is not reported.
+    """
     root = write_folder(tmp_path / "set")
     for file in (root / "train").glob("*/*.png"):
         image = Image.open(file).convert("RGBA")
@@ -159,13 +160,11 @@ def test_transparent_pixels_are_said(tmp_path, capsys):
     train_cls.main(["--config", "quickstart/cls", *given.split()])
     said = [line for line in capsys.readouterr().out.splitlines() if "transparent pixels" in line]
     first = root / "train" / "dog" / "0.png"
+    words = "images that were looked at have transparent pixels"
     assert said[0].startswith(
-        f"data.root {root}, train: 6 of 12 images that were looked at have transparent pixels (first {first}): alpha is dropped"
+        f"data.root {root}, train: 6 of 12 {words} (first {first}): alpha is dropped"
     )
-    assert (
-        f"val: 1 of 8 images that were looked at have transparent pixels (first {root}/val/cat/2.png)"
-        in said[1]
-    )
+    assert f"val: 1 of 8 {words} (first {root}/val/cat/2.png)" in said[1]
     (root / "val" / "cat" / "0.png").unlink()
     for options, count in (("", 0), ("--size 8", 2)):
         assert convert(root, tmp_path / f"shards{count}", options) == 0

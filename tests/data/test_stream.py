@@ -1,4 +1,4 @@
-"""Shards as a stream, `data.exact_order false`: from files, a server and commands, through all that goes wrong on the way."""
+"""Shards as a stream, `data.exact_order false`, from files, servers and commands, with failures on the way."""
 
 import contextlib
 import http.server
@@ -38,7 +38,7 @@ PIXELS = dict(mean=(0, 0, 0), std=(1, 1, 1))
 
 @pytest.fixture
 def shards(tmp_path):
-    """Five shards of ten images, six of the last; image i has a red value of i and class i % 3."""
+    """A folder of 46 images in shards of ten; image i has a red value of i and class i % 3."""
     folder = write_shards(tmp_path / "shards", count=46)
     (folder / "classes.txt").write_text("a\nb\nc\n")
     return folder
@@ -46,7 +46,10 @@ def shards(tmp_path):
 
 @contextlib.contextmanager
 def served(folder, port=0, cut=0, ranges=True):
-    """A server of a folder: (URL, headers of the requests so far). The answers to its first `cut` requests stop half way."""
+    """Serve a folder by HTTP; yield (URL, list of (path, Range header) of the requests so far).
+
+    cut: how many answers, from the first on, break off half way. ranges: whether the server respects a Range header.
+    """
     requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -82,6 +85,7 @@ def served(folder, port=0, cut=0, ranges=True):
 
 
 def paths(folder):
+    """Return the paths of the training shards."""
     return [str(path) for path in sorted(folder.glob("train-*.tar"))]
 
 
@@ -89,8 +93,8 @@ def source_of(urls, samples=46):
     return ShardStream(urls, ["a", "b", "c"], samples, "some")
 
 
-def numbers(source, count, parts=1):
-    """The images that arrive, told by their red pixels; their labels must fit."""
+def arriving(source, count, parts=1):
+    """Return which images the next `count` samples are, by their red values, and check their labels."""
     found = []
     for sample in itertools.islice(source.samples(0, 0, parts), count):
         found.append(source.decode(sample).getpixel((0, 0))[0])
@@ -102,7 +106,7 @@ def numbers(source, count, parts=1):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, monkeypatch, ranges):
+def test_a_connection_that_ends_early_is_resumed_at_its_byte(shards, capfd, monkeypatch, ranges):
     monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
     data = (shards / "train-000000.tar").read_bytes()
     with served(shards, cut=1, ranges=ranges) as (url, requests):
@@ -117,6 +121,7 @@ def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, mon
 
 
 def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch):
+    """The command breaks off in its first call only, when there is no file `once` yet."""
     monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
     shard = shards / "train-000000.tar"
     once = tmp_path / "once"
@@ -126,7 +131,7 @@ def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch)
     assert capfd.readouterr().err == f"{url}: exit code 3; tried again for 5 s\n"
 
 
-def test_a_server_that_stays_away_ends_it_after_a_while(shards, capfd):
+def test_reading_from_a_server_that_stays_away_ends_after_a_while(shards, capfd):
     with served(shards) as (url, _):
         pass
     began = time.monotonic()
@@ -136,7 +141,7 @@ def test_a_server_that_stays_away_ends_it_after_a_while(shards, capfd):
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_what_is_not_there_is_not_waited_for(shards):
+def test_a_missing_file_is_refused_without_trying_again(shards):
     with served(shards) as (url, requests):
         with one_line(f"^{url}/a.tar: HTTP Error 404: Not Found$", UnreadableImage):
             StreamedFile(f"{url}/a.tar", 600).read(10)
@@ -149,6 +154,7 @@ def test_what_is_not_there_is_not_waited_for(shards):
 
 
 def test_parts_read_shards_of_their_own(shards, monkeypatch):
+    """A part is one process, or one worker of a process."""
     seen = []
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
@@ -156,15 +162,15 @@ def test_parts_read_shards_of_their_own(shards, monkeypatch):
         one_pass = itertools.islice(source_of([], 40)._passes(paths(shards)[:4], 1), 20)
         seen.append({sample.name for sample in one_pass})
     assert len(seen[0]) == len(seen[1]) == 20 and len(set.union(*seen)) == 40
-    monkeypatch.setenv("RANK", "1")  # of fewer shards than parts each has one all the same
-    assert set(numbers(source_of(paths(shards)[:1]), 400, parts=4)) == set(range(10))
+    monkeypatch.setenv("RANK", "1")  # with fewer shards than parts, each part still reads one
+    assert set(arriving(source_of(paths(shards)[:1]), 400, parts=4)) == set(range(10))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("world, workers", [(1, 1), (2, 1), (3, 1), (3, 2), (2, 4)])
 def test_parts_read_every_image_equally_often(shards, monkeypatch, count, world, workers):
-    """Once a pass, or as often as it takes to give each process and worker a shard."""
-    monkeypatch.setattr(stream, "BUFFER", 1)  # so that a pass ends before the next begins
+    """A pass has every shard once or, with fewer shards than parts, so often that each part gets one."""
+    monkeypatch.setattr(stream, "BUFFER", 1)  # no shuffling across passes
     urls = paths(shards)[:count]
     copies = math.ceil(world * workers / count)
     dataset = LabelledImages(source_of(urls), image_transform("flip", 4, 3, **PIXELS), seed=0)
@@ -194,9 +200,9 @@ def test_parts_read_every_image_equally_often(shards, monkeypatch, count, world,
     assert seen == dict.fromkeys(range(10 * count), copies)
 
 
-def test_epochs_go_on_for_ever_and_the_order_follows_from_the_seed(shards):
-    first = numbers(source_of(paths(shards)), 300)
-    assert set(first) == set(range(46)) and first == numbers(source_of(paths(shards)), 300)
+def test_the_stream_is_endless_and_its_order_follows_from_the_seed(shards):
+    first = arriving(source_of(paths(shards)), 300)
+    assert set(first) == set(range(46)) and first == arriving(source_of(paths(shards)), 300)
     assert first[:46] != sorted(first[:46])
     samples = source_of(paths(shards)).samples
     resumed = [sample.name for sample in itertools.islice(samples(0, 7, 1), 40)]
@@ -204,16 +210,17 @@ def test_epochs_go_on_for_ever_and_the_order_follows_from_the_seed(shards):
 
 
 def test_samples_hold_image_and_label(shards):
-    """Whichever is decoded first, and long after others have arrived."""
+    """A sample does not change when later ones arrive, and samples can be decoded in any order."""
     source = source_of(paths(shards))
     samples = list(itertools.islice(source.samples(0, 0, 1), 60))
     for sample in reversed(samples):
         assert source.decode(sample).getpixel((0, 0))[0] % 3 == sample.label
         assert sample.name.startswith(str(shards))
-    assert not hasattr(source, "labels")  # none is known ahead
+    assert not hasattr(source, "labels")  # labels are not known before their samples arrive
 
 
 def batches_of(source, workers, bad=None, steps=40):
+    """Return a training loader, from step 3 on, of 2 micro-batches of 4 images a step."""
     dataset = LabelledImages(source, image_transform("flip", 4, 3, **PIXELS), seed=0)
     order = PositionSampler(
         source.shard_sizes,
@@ -251,9 +258,8 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
         append(paths(folder)[0], name, data)
     bad = BadSamples(23, 0.2)
     assert len(list(batches_of(source_of(paths(folder), 23), 0, bad, steps=15))) == 30
-    assert len(bad.seen) == 4 and all(
-        name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen
-    )
+    assert len(bad.seen) == 4
+    assert all(name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen)
     words = r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images; 0.044 allows"
     with one_line(words):
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
@@ -261,7 +267,7 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
 
 @pytest.mark.parametrize("where", ["within a file", "between two", "a header", "compressed"])
 def test_damaged_shards_are_refused(shards, where):
-    """With zeros in them, too: tests/reliability/test_bad_tars.py."""
+    """Shards with zeros in them are tested in tests/reliability/test_bad_tars.py."""
     path = shards / "train-000001.tar"
     with tarfile.open(path) as tar:
         member = tar.getmembers()[9]
@@ -276,7 +282,7 @@ def test_damaged_shards_are_refused(shards, where):
     with served(shards) as (url, _):
         for address in (str(path), f"{url}/{path.name}"):
             with one_line(f"^{address}: ", UnreadableImage):
-                numbers(source_of([address]), 100)
+                arriving(source_of([address]), 100)
 
 
 # ---------------------------------------------------------------- runs
@@ -291,6 +297,7 @@ MODELS = dict(
 
 
 def options(name, output, *more):
+    """Return the command line of a small run, "cls" or "dit", that reads a stream."""
     given = [*MODELS[name].split(), *SMALL.split(), "--output", output]
     return [*given, "--data.exact_order", "false", *map(str, more)]
 
@@ -298,7 +305,7 @@ def options(name, output, *more):
 def test_two_processes_go_on_when_the_server_does(shards, tmp_path):
     write_shards(tmp_path / "root", count=4, split="val")
     (tmp_path / "root" / "classes.txt").write_text("a\nb\nc\n")
-    with served(shards) as (url, _):  # for its port
+    with served(shards) as (url, _):  # find a free port
         port = int(url.rpartition(":")[2])
     argv = options(
         "cls", str(tmp_path / "run"), "--data.root", tmp_path / "root", "--data.samples", 46, "--max-steps", 6,
@@ -310,14 +317,13 @@ def test_two_processes_go_on_when_the_server_does(shards, tmp_path):
     thread.join()
     assert [entry["step"] for entry in logged(tmp_path / "run")] == list(range(1, 7))
     said = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
-    assert (
-        f"{url}/train-00000" in said[0] + said[1] and "tried again for 300 s" in said[0] + said[1]
-    )
+    of_both = said[0] + said[1]
+    assert f"{url}/train-00000" in of_both and "tried again for 300 s" in of_both
     assert said[0].count(stream.PROMISE) == 1 and stream.PROMISE not in said[1]
 
 
 def goes_away(folder, port, run):
-    """Serve until the run has begun to read, break off all answers, be away for a moment, and come back until it is done."""
+    """Serve until the run has begun to read, stop for a moment, and serve again until the run has ended."""
     with served(folder, port) as (_, requests):
         while len(requests) < 14:
             time.sleep(0.005)
@@ -328,6 +334,7 @@ def goes_away(folder, port, run):
 
 
 def train_on_a_rank(rank, argv, folder):
+    """Train with all output of this process in folder/logRANK."""
     for number in (1, 2):
         os.dup2(os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     cls.main(argv)
@@ -383,7 +390,8 @@ def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
     "processes, workers, shared",
     [(1, 5, False), (5, 0, False), (5, 1, False), (1, 6, True), (6, 0, True), (3, 2, True)],
 )
-def test_shards_that_several_parts_read_are_told(shards, capsys, processes, workers, shared):
+def test_fewer_shards_than_parts_are_reported(shards, capsys, processes, workers, shared):
+    """There are five shards."""
     argv = ["--data.root", str(shards), "--data.exact_order", "false", "--data.samples", "46"]
     config = command_line.parse_config(
         cls.ClsConfig, [*argv, "--data.workers", str(workers)], "test"
@@ -404,28 +412,24 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     def opened(*more):
         argv = ["--data.root", str(folder), "--data.exact_order", "false", *more]
         data = command_line.parse_config(cls.ClsConfig, argv, "test").data
-        return stream.open_stream(
-            data, ["data.stream"], SimpleNamespace(is_main_process=True, num_processes=1)
-        )
+        accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
+        return stream.open_stream(data, ["data.stream"], accelerator)
 
-    assert (
-        len(opened()) == 12
-        and len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
-    )
+    assert len(opened()) == 12
+    assert len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
     shutil.copy(first, folder / "others.tar")
     with one_line(
         f"data.samples is needed: .*; no record {folder}/train.shards.json has all these shards"
     ):
         opened("--data.stream", f"{first}::{folder}/others.tar")
-    shutil.copy(
-        third, first
-    )  # whoever counts them says that they are no longer those of the record
+    # The shard now differs from its record, but --data.samples gives the count, so the record is not used.
+    shutil.copy(third, first)
     samples = opened("--data.stream", first, "--data.samples", "7").samples(0, 0, 1)
     assert len({sample.name for sample in itertools.islice(samples, 50)}) == 4
 
 
 def write_tar(file, names):
-    """Members of these names: images, whose red value is the place in the list, labels of 1, and other texts."""
+    """Write a tar of members with these names: images whose red value is the index of the name, labels of 1, and texts."""
     with tarfile.open(file, "w") as tar:
         for number, name in enumerate(names):
             ending = name.rpartition(".")[2].lower()
@@ -440,7 +444,7 @@ def write_tar(file, names):
 
 
 def test_both_orders_read_the_same_members(tmp_path):
-    """Files of a Mac, of a browser, and of a data set's author; endings in capitals; what webdataset passes over."""
+    """The tar has hidden files of a Mac, notes, endings in capitals, and names that webdataset ignores."""
     names = "README LICENSE .DS_Store ._a.png ._a.cls __meta__/info.json a.PNG a.CLS a.JSON".split()
     names += "x/.DS_Store x/._b.png x/b.tif x/b.cls x/b.txt c.bmp c.Cls".split()
     write_tar(tmp_path / "train-000000.tar", names)
@@ -449,10 +453,11 @@ def test_both_orders_read_the_same_members(tmp_path):
     found = [exact.image(i).getpixel((0, 0))[0] for i in range(len(exact))]
     assert [names[number] for number in found] == ["a.PNG", "x/b.tif", "c.bmp"]
     assert exact.labels.tolist() == [1, 1, 1]
-    arriving = source_of([str(tmp_path / "train-000000.tar")], 3)
+    stream_of_tar = source_of([str(tmp_path / "train-000000.tar")], 3)
     streamed = set()
-    for sample in itertools.islice(arriving.samples(0, 0, 1), 60):  # of many passes, shuffled
-        streamed.add(arriving.decode(sample).getpixel((0, 0))[0])
+    # 60 samples are enough to meet each of the three.
+    for sample in itertools.islice(stream_of_tar.samples(0, 0, 1), 60):
+        streamed.add(stream_of_tar.decode(sample).getpixel((0, 0))[0])
         assert sample.label == 1
     assert sorted(streamed) == found
 

@@ -1,4 +1,4 @@
-"""What both commands that write shards have to bear, `shards` of images and `latents`: kind x fault."""
+"""The two commands that write shards, `shards` and `latents`, survive the same kills, damage and mistakes."""
 
 import json
 import os
@@ -25,21 +25,23 @@ from moh_vision.data.shards import Shards
 from moh_vision.diffusion.latents import write_latents
 from moh_vision.diffusion.latents.stored import LatentCache
 from tests.support.pictures import contents, write_folder
-from tests.support.refusals import one_line, told
+from tests.support.refusals import error_line, one_line
 from tests.support.tiny_vae import save_tiny_vae
 
 
 class Writer(NamedTuple):
+    """One of the commands, with its input."""
+
     command: str
-    root: object  # train/cat and train/dog with ten images each, val with two
-    argv: list  # of the command, but --out
-    open: Callable  # folder -> the training split: labels, shard_sizes
-    encoder: tuple  # module, and name in it of what encodes images
-    record: str
-    ending: str
+    root: object  # folder of the input: train/cat and train/dog have ten images each, those of val two
+    argv: list  # arguments, without --out
+    open: Callable  # opens the training split of an output folder
+    encoder: tuple  # (module, name) of the function that encodes images
+    record: str  # file name of the record
+    ending: str  # the ending of its shards
 
     def run(self, out, *more):
-        """The exit code of the command."""
+        """Run the command and return its exit code."""
         return main([self.command, *self.argv, "--out", str(out), *map(str, more)])
 
     def shard(self, number):
@@ -47,7 +49,7 @@ class Writer(NamedTuple):
 
     @staticmethod
     def shards(count: int) -> tuple:
-        """The option for so many shards."""
+        """Return the option with which the training split has `count` shards."""
         return "--samples-per-shard", -(-20 // count)
 
 
@@ -82,10 +84,10 @@ def writer(request, tmp_path, vae):
 
 
 def forked(writer, out, *more):
-    """The process id of a fork that runs the command, to be killed."""
+    """Run the command in a fork, which the test will kill, and return its process id."""
     child = os.fork()
     if child == 0:
-        # tqdm's own lock is shared with this process, which would wait forever for a fork killed while it prints.
+        # tqdm shares a lock with this process, which would wait forever for a fork that was killed while it printed.
         tqdm.set_lock(threading.RLock())
         torch.set_num_threads(1)
         os._exit(writer.run(out, *more))
@@ -100,7 +102,7 @@ def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path, write
     assert a[writer.shard(0)] != c[writer.shard(0)]
 
 
-# ---------------------------------------------------------------- kills, and what goes on after them
+# ---------------------------------------------------------------- kills and damage, and the call that resumes
 
 
 @pytest.mark.parametrize("size", [(), ("--size", 4)])
@@ -120,7 +122,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
             time.sleep(0.005)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    time.sleep(0.5)  # its workers notice, and end in the middle of a shard
+    time.sleep(0.5)  # its workers notice that it is dead, and end in the middle of a shard
     kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*")}
     assert 3 <= len(kept) < 10
     with one_line(
@@ -131,11 +133,8 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     assert f"{len(kept)} of 10 shards are there" in capfd.readouterr().out
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
     assert writer.run(other, *more) == 0
-    assert (
-        contents(out) == contents(other)
-        and not list(out.glob(".*.tmp"))
-        and not list(out.glob(".*.parts"))
-    )
+    assert contents(out) == contents(other)
+    assert not list(out.glob(".*.tmp")) and not list(out.glob(".*.parts"))
     assert writer.open(out).labels.tolist() == writer.open(other).labels.tolist()
 
 
@@ -147,7 +146,7 @@ def test_killed_at_50_instants(tmp_path, writer, monkeypatch):
     encode = getattr(*writer.encoder)
     monkeypatch.setattr(*writer.encoder, lambda *given: time.sleep(0.02) or encode(*given))
     for number, seconds in enumerate(np.random.default_rng(0).uniform(0, 0.25, 50)):
-        out = tmp_path / f"out{number // 5}"  # five kills each
+        out = tmp_path / f"out{number // 5}"  # each output survives five kills
         child = forked(writer, out, *more)
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
@@ -175,12 +174,11 @@ def test_a_damaged_a_lost_and_an_unnamed_shard_are_written_again(tmp_path, write
     damaged[700] ^= 1
     (out / writer.shard(1)).write_bytes(damaged)
     (out / writer.shard(2)).unlink()
-    (out / writer.shard(3)).rename(out / f".{writer.shard(3)}.tmp")  # killed before the rename
+    # A kill before the rename leaves such a file.
+    (out / writer.shard(3)).rename(out / f".{writer.shard(3)}.tmp")
     assert writer.run(out, *more) == 0
-    assert (
-        f"{writer.shard(1)} does not have its recorded sha256; it is written again"
-        in capfd.readouterr().out
-    )
+    words = f"{writer.shard(1)} does not have its recorded sha256; it is written again"
+    assert words in capfd.readouterr().out
     assert contents(out) == good and len(writer.open(out)) == 20
 
 
@@ -193,7 +191,7 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     words = f"error: {out}/.*: File too large; finished shards are kept, the same command goes on"
-    assert re.search(words, told(capfd))
+    assert re.search(words, error_line(capfd))
     assert not list(out.glob("train-*")) and not list(out.glob(".*.tmp"))
     assert writer.run(out, *writer.shards(2)) == 0
 
@@ -203,53 +201,55 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
     out.mkdir()
     monkeypatch.setattr(io, "PAUSE", 0)
     with io.only_one(out, "--out", with_children=writer.command == "shards"):
-        child = os.fork()  # POSIX locks do not keep out their own process
+        # The second run is a fork: a POSIX lock does not keep out the process that holds it.
+        child = os.fork()
         if child == 0:
             os._exit(writer.run(out))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in told(
-        capfd
-    )
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"--out {out}: {owner} is writing there" in error_line(capfd)
     assert writer.run(out) == 0
 
 
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (("--seed", 5), "--seed was 0, now 5"),
-        (("--size", 4), "--size was (None|16), now 4"),
-        (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
-        ("more", "images of class dog was 10, now 11; sha256 of the input was "),
-        (
-            "touched",
-            "input: sha256 of the input was [0-9a-f]{64}, now [0-9a-f]{64}; its files have other names, sizes or times "
-            ".*. Take another folder",
-        ),
-        ("class", "images of class ant was None, now 10"),
-        ("gone", "images of class dog was 10, now None"),
-    ],
-)
-def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd, change, words):
+# Option or change of the input -> what the error says.
+CHANGES = {
+    "--seed 5": "--seed was 0, now 5",
+    "--size 4": "--size was (None|16), now 4",
+    "--samples-per-shard 9": "--samples-per-shard was 10, now 9",
+    "an image more": "images of class dog was 10, now 11; sha256 of the input was ",
+    "another time": (
+        "input: sha256 of the input was [0-9a-f]{64}, now [0-9a-f]{64}; its files have other names, sizes or times "
+        ".*. Take another folder"
+    ),
+    "a class more": "images of class ant was None, now 10",
+    "a class less": "images of class dog was 10, now None",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd, change):
+    words = CHANGES[change]
     out = tmp_path / "out"
     root = writer.root
     assert writer.run(out, *writer.shards(2)) == 0
-    if change == "more":
+    if change == "an image more":
         Image.new("RGB", (4, 4)).save(root / "train" / "dog" / "new.png")
-    if change == "touched":
+    if change == "another time":
         os.utime(root / "train" / "cat" / "3.png", ns=(1, 1))
     for folder in (root / "train", root / "val"):
-        if change == "class":
+        if change == "a class more":
             shutil.copytree(folder / "cat", folder / "ant")
-        if change == "gone":
+        if change == "a class less":
             shutil.rmtree(folder / "dog")
     before = contents(out)
-    options = change if isinstance(change, tuple) else ()
+    options = change.split() if change.startswith("--") else ()
     assert writer.run(out, *writer.shards(2), *options) == 2
-    line = told(capfd)
-    if change in ("class", "gone") and "lists other classes" in line:
+    line = error_line(capfd)
+    # `shards` has the classes in a file of their own, and compares it first.
+    if change in ("a class more", "a class less") and "lists other classes" in line:
         words = "lists other classes"
     assert re.search(words, line), line
     assert contents(out) == before
@@ -260,26 +260,27 @@ def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, writer, 
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     (out / "test-000000.tar").write_text("another split's")
+    # Names of files that the command would write itself.
     strangers = ["train-000007.tar", "train.files.txt", "train.bad.txt"]
     if writer.command == "shards":
         strangers += ["train.meta.json", ".train-000000.tar.index.npy"]
     for name in strangers:
         (out / name).write_text("mine")
         assert writer.run(out) == 2
-        assert f"holds {name}, which this command did not write" in told(capfd)
+        assert f"holds {name}, which this command did not write" in error_line(capfd)
         assert (out / name).read_text() == "mine" and not (out / writer.record).exists()
         (out / name).unlink()
     (out / "classes.txt").write_text("ant\nbee\n")
-    if writer.command == "shards":  # latents have their classes in the record
+    if writer.command == "shards":  # the command latents writes its classes into the record
         assert writer.run(out) == 2
-        assert "classes.txt is there and lists other classes" in told(capfd)
+        assert "classes.txt is there and lists other classes" in error_line(capfd)
         (out / "classes.txt").unlink()
     assert writer.run(out) == 0
     assert (out / "notes.txt").read_text() == "mine"
     assert (out / "test-000000.tar").read_text() == "another split's"
     (out / writer.shard(9)).write_text("mine")
     assert writer.run(out) == 2
-    assert f"holds {writer.shard(9)}" in told(capfd)
+    assert f"holds {writer.shard(9)}" in error_line(capfd)
 
 
 def test_a_record_cannot_name_files_elsewhere(tmp_path, writer):
@@ -296,7 +297,9 @@ def test_a_record_cannot_name_files_elsewhere(tmp_path, writer):
         writer.open(out)
 
 
-# ---------------------------------------------------------------- what training reads is what the record says
+# ---------------------------------------------------------------- training compares shards with their record
+
+# Faults: each damages an output and returns how the error begins.
 
 
 def shorten(writer, out):
@@ -316,6 +319,8 @@ def add(writer, out):
 
 
 def rewritten(change):
+    """Return a fault that changes the record."""
+
     def fault(writer, out):
         record = json.loads((out / writer.record).read_text())
         change(record)
@@ -325,6 +330,7 @@ def rewritten(change):
     return fault
 
 
+# Fault -> (damages an output, how the error goes on).
 FAULTS = {
     "shorter": (shorten, ""),
     "a shard less": (lose, ""),
@@ -339,7 +345,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_there_is_what_the_record_says(tmp_path, writer, fault):
+def test_shards_that_differ_from_their_record_are_refused(tmp_path, writer, fault):
     out = tmp_path / "out"
     assert writer.run(out, *writer.shards(3)) == 0
     for index in out.glob(".*.index.npy"):
@@ -355,6 +361,5 @@ def test_what_is_there_is_what_the_record_says(tmp_path, writer, fault):
             words = r": int64 of shape \(20,\), expected int64 of \(19,\)"
     with one_line(f"^{named}{words}"):
         writer.open(out)
-    assert not (
-        out / f".{writer.shard(1)}.index.npy"
-    ).exists()  # what the record refuses is read again
+    # A shard that is refused gets no index, so that it is read again next time.
+    assert not (out / f".{writer.shard(1)}.index.npy").exists()

@@ -18,9 +18,10 @@ from moh_vision.data.folder import ImageFolder
 from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments, load_vae
+from tests.support import refusals
 from tests.support.pictures import contents, write_folder
 from tests.support.processes import on_two_ranks
-from tests.support.refusals import one_line, told
+from tests.support.refusals import one_line
 from tests.support.tiny_vae import save_tiny_vae
 
 
@@ -43,7 +44,7 @@ def run(*given):
     return main(["latents", *arguments(*given)])
 
 
-error_line = partial(told, command="latents")
+error_line = partial(refusals.error_line, command="latents")
 
 
 @pytest.fixture(scope="module")

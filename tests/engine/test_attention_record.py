@@ -1,4 +1,4 @@
-"""A run computes attention as it began: the path of its operators and the table of `auto`."""
+"""A resumed run keeps the path of operators and the measurement table that it began with."""
 
 import contextlib
 import functools
@@ -27,16 +27,16 @@ WARM = {"limit": 0.9}
 
 @pytest.fixture(autouse=True)
 def real_machine():
-    """Afterwards records ask the machine that the tests run on again."""
+    """After a test, let records ask the machine that runs the tests again, and not a `Machine`."""
     yield
     attention_record.operators = building
     attention_record.measurement_table = measurement_table
 
 
 class Machine:
-    """A machine that has these operators and has measured this table, which records ask from now on.
+    """A stand-in for the machine: it has one path of operators and has measured one table.
 
-    `used` is what a record has told it to use.
+    Records made after it ask this object. `used` is [path, table], as a record has told it to use.
     """
 
     def __init__(self, path, table):
@@ -67,7 +67,7 @@ class Machine:
 
 
 def begin(folder, path, table):
-    """Begin work with these settings, measure, and write the record into a folder."""
+    """Make the record of a new run on such a machine, measure, and write it to `folder`."""
     machine = Machine(path, table)
     record = AttentionRecord(None)
     record.measure(lambda: (table, ""), folder, Accelerator(cpu=True))
@@ -75,9 +75,9 @@ def begin(folder, path, table):
 
 
 def goes_on(folder, path, table, *allowed, device="cpu"):
-    """Go on with a folder's work, in a process with these settings.
+    """Open the record of `folder` on a machine with this path and table, as a resumed run does.
 
-    Returns: what the process uses, what it refuses, and whether it is to measure.
+    Returns: the [path, table] in use, the changes that are refused, and whether the run has to measure.
     """
     machine = Machine(path, table)
     record = AttentionRecord(folder, allowed, device)
@@ -88,13 +88,13 @@ def write_record(folder, path, table):
     (folder / "attention.json").write_text(json.dumps(dict(path=path, table=table)))
 
 
-def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path):
+def test_a_new_run_uses_and_records_what_the_machine_has(tmp_path):
     machine, record = begin(tmp_path, "cpp", COLD)
     assert machine.used == ["cpp", COLD]
     assert not record.refused
     assert record.line == "attention runs on cpp"
     assert written(tmp_path) == dict(path="cpp", table=COLD)
-    # A record that is saved before it has measured holds no table.
+    # A record that is saved before it has measured: None says that the table is missing, {} that measuring is off.
     for table, kept in ((None, {}), (COLD, None)):
         Machine("torch", table)
         AttentionRecord(None).save(tmp_path)
@@ -105,10 +105,11 @@ def written(folder):
     return json.loads((folder / "attention.json").read_text())
 
 
-OLD_TABLE = {"border": 3}  # of another version
+OLD_TABLE = {"border": 3}  # as another version would have written it
 
+# Case -> (path and table of the record, path of the machine, key that --allow-change names, path and table in use,
+# whether the run has to measure).
 GOES_ON = {
-    # case: (path and table of the record, the machine's path, what may change, path and table in use, whether to measure)
     "other operators": (("torch", COLD), "cpp", "", ["torch", COLD], False),
     "other operators allowed": (("torch", COLD), "cpp", "attention.path", ["cpp", COLD], False),
     "another table allowed": (("torch", COLD), "cpp", "attention.table", ["torch", {}], True),
@@ -124,15 +125,14 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("stored, path, allowed, used, measures", GOES_ON.values(), ids=GOES_ON)
-def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(
-    tmp_path, stored, path, allowed, used, measures
-):
+def test_a_resumed_run_uses_what_it_began_with(tmp_path, stored, path, allowed, used, measures):
     if stored:
         write_record(tmp_path, *stored)
     device = "cuda" if path == "triton" else "cpu"
     assert goes_on(tmp_path, path, WARM, allowed, device=device) == (used, [], measures)
 
 
+# Case -> (path and table of the record, path and table in use, the change that is refused).
 UNUSABLE = {
     "operators that are gone": (
         ("cpp", COLD),
@@ -148,7 +148,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("stored, used, refused", UNUSABLE.values(), ids=UNUSABLE)
-def test_what_cannot_go_on_as_it_began_is_refused(tmp_path, stored, used, refused):
+def test_a_run_that_cannot_resume_as_it_began_is_refused(tmp_path, stored, used, refused):
     write_record(tmp_path, *stored)
     assert goes_on(tmp_path, "torch", WARM, "") == (used, [refused], False)
 
@@ -159,11 +159,18 @@ def test_kernels_that_are_gone_are_refused(tmp_path):
     assert goes_on(tmp_path, "torch", WARM, device="cuda")[1] == [words]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9]
-)
-def test_a_damaged_record_is_refused(tmp_path, text):
-    (tmp_path / "attention.json").write_text(text)
+DAMAGED = {
+    "empty": "",
+    "a list": "[1]",
+    "an unknown path": '{"path": "cuda", "table": {}}',
+    "no table": '{"path": "cpp"}',
+    "zeros": "\0" * 9,
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_record_is_refused(tmp_path, case):
+    (tmp_path / "attention.json").write_text(DAMAGED[case])
     words = "attention.json: not a record of attention that can be read"
     refuse(words, goes_on, tmp_path, "cpp", COLD)
 
@@ -175,11 +182,11 @@ def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
 
 
 def on_a_rank(rank, folder):
-    """The second process lacks the operators, and would measure another table."""
+    """The machine of the second process lacks the C++ operators and would measure another table."""
     Accelerator(cpu=True)
     table = WARM if rank else COLD
     machine, begun = begin(folder / "begun", "torch" if rank else "cpp", table)
-    assert machine.used == ["torch", COLD] and begun.table == COLD  # the first process's table
+    assert machine.used == ["torch", COLD] and begun.table == COLD  # the table of the main process
     lacks = "(process 1: attention runs on torch)"
     assert begun.line == f"attention runs in plain PyTorch on all processes {lacks}"
 
@@ -194,12 +201,13 @@ def on_a_rank(rank, folder):
     AttentionRecord(folder)
     assert machine.used == ["cpp", COLD]
 
+    # An error on one process is raised on both.
     if rank:
         machine.path = lambda device: int("nothing")
     refuse("invalid literal", AttentionRecord, folder)
 
 
-def test_processes_use_what_the_main_one_has(tmp_path):
+def test_all_processes_use_the_same_path_and_table(tmp_path):
     (tmp_path / "begun").mkdir()
     begin(tmp_path, "cpp", COLD)
     on_two_ranks(on_a_rank, tmp_path)
@@ -232,7 +240,7 @@ PACKED = ("--model.executor", "packed")  # the model is so small that `auto` com
 @pytest.mark.skipif(not building.load(), reason="the C++ operators are not built")
 def test_operators_that_come_and_go(tmp_path, train, capsys):
     compiled, plain, whole = (tmp_path / name for name in ("compiled", "plain", "whole"))
-    # The operators change the bits: else equal bits would tell nothing.
+    # The C++ operators round differently, so equal bits show below that the same path is in use.
     assert train(compiled, 1, "auto", *PACKED) != train(plain, 1, "off", *PACKED)
     assert capsys.readouterr().out.count("attention runs on the C++ operators") == 1
     assert train(plain, 2, "auto", *PACKED) == train(whole, 2, "off", *PACKED)
@@ -243,12 +251,13 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
     reason = "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
     assert f"attention.path: 'cpp' -> 'torch' ({reason}" in error
     assert "optim.lr: " in error and "--allow-change KEY" in error
-    # Nothing of the runs is left in this process.
+    # A run that has ended leaves no path and no table behind in this process.
     assert building._used is None
     assert measurement_table._current is None
     train(compiled, 2, "off", *PACKED, "--allow-change", "attention.path")
     assert written(compiled)["path"] == "torch"
-    train(compiled, 3, "auto", *PACKED)  # what was allowed stays
+    # The run goes on with the path that --allow-change accepted.
+    train(compiled, 3, "auto", *PACKED)
     assert f"as {compiled} began" in capsys.readouterr().out
 
 
@@ -260,6 +269,7 @@ def measure_on_a_rank(rank, folder):
 
 
 def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
+    """MAE's batch norm reduces over all processes. Only the main one measures, and must not wait for the other."""
     on_two_ranks(measure_on_a_rank, tmp_path)
     assert written(tmp_path / "run")["table"]["rows"]
 
@@ -267,7 +277,7 @@ def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    # Time for every call, however busy the machine is.
+    # So many steps that every call may be measured, however busy the machine is.
     monkeypatch.setattr(measure, "STEPS", 1000)
     run = tmp_path / "run"
     whole = tmp_path / "whole"
@@ -279,7 +289,7 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
     record = written(run)
     (training, first), (inference, _) = record["table"]["rows"].items()
     assert training.startswith("Sequences training") and inference.startswith("Sequences inference")
-    assert first[0][2] == 8  # the batch
+    assert first[0][2] == 8  # the batch size of the measurement
     (cached,) = (tmp_path / "cache" / "measured").iterdir()
     assert json.loads(cached.read_text())["rows"] == record["table"]["rows"]
 

@@ -1,3 +1,5 @@
+"""The best validation score of a run, and the patience that ends it."""
+
 import json
 import math
 
@@ -19,6 +21,7 @@ from moh_vision.engine.best import BEST, Best, earlier_scores
     ids=["the lowest loss", "no patience", "nan is never the best", "the highest of other scores"],
 )
 def test_the_best_and_when_patience_is_exhausted(key, patience, scores, better, ends):
+    """`better` has a 1 for each score that is the best so far; `ends` says whether the last score exhausts patience."""
     best = Best(key, patience)
     for step, (value, expected) in enumerate(zip(scores, better, strict=True), 1):
         assert not best.exhausted and best.better(value) == bool(int(expected))
@@ -34,7 +37,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
         dict(step=10, loss=1.0),
         dict(step=10, validation=dict(loss=2.0)),
         dict(step=20, validation=dict(loss=2.1)),
-        # after the checkpoint that the run goes on from
+        # This entry is later than the checkpoint, step 20, and is not read.
         dict(step=30, validation=dict(loss=2.2)),
     ]
     log.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 3')
@@ -54,8 +57,9 @@ def write_best(folder, **metadata):
 
 
 def write_log(folder, key, scores):
-    looks = [dict(step=n, validation={key: score}) for n, score in enumerate(scores, 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+    """Write metrics.jsonl with a validation after every step, from step 1 on."""
+    entries = [dict(step=n, validation={key: score}) for n, score in enumerate(scores, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def validate(best, scores, first, folder=None):
@@ -71,11 +75,14 @@ def validate(best, scores, first, folder=None):
 
 
 @pytest.mark.parametrize("key", ["loss", "top1"])
-@pytest.mark.parametrize("killed", range(7))  # after so many validations
-@pytest.mark.parametrize("start", range(7))  # of the checkpoint that the run goes on from
+@pytest.mark.parametrize("killed", range(7))
+@pytest.mark.parametrize("start", range(7))
 @pytest.mark.parametrize("written", [True, False])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, key, killed, start, written):
-    """best.safetensors is newer than the checkpoint where a run was killed between them."""
+    """A run is killed after `killed` validations and resumes from its checkpoint of step `start`.
+
+    best.safetensors may be newer than this checkpoint. `written` says whether the run writes that file.
+    """
     if start > killed:
         return
     scores = [5.0, 6.0, 4.0, 7.0, 3.0, 3.0, 8.0, 8.0, 8.0, 2.0]
@@ -93,12 +100,13 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, key, killed, start, wri
 
 
 def test_only_the_file_says_which_weights_it_has(tmp_path):
-    """A better score whose file could not be written is not the best; without files the log alone counts."""
+    """A better score in the log does not count if best.safetensors was not written; a run without the file reads the log."""
     write_best(tmp_path, best_loss=5.0, step=1)
     write_log(tmp_path, "loss", [5.0, 4.0, 6.0])
     best = Best("loss", 3, write=True).replay(tmp_path, 3)
     assert (best.value, best.step, best.waited) == (5.0, 1, 2)
-    write_best(tmp_path, best_loss=3.0, step=1)  # left from when files were written
+    # This file is left from an earlier part of the run, which wrote it.
+    write_best(tmp_path, best_loss=3.0, step=1)
     best = Best("loss", 3, write=False).replay(tmp_path, 3)
     assert (best.value, best.step, best.waited) == (4.0, 2, 1)
 

@@ -1,4 +1,4 @@
-"""Which phases a step has, and what moves in each, against Peng 2020 written out with autograd."""
+"""The phases of a step and the parameters that each moves, compared with Peng 2020 written out with autograd."""
 
 import copy
 import itertools
@@ -43,7 +43,7 @@ VIT = dict(
 def vit(**more):
     torch.manual_seed(0)
     model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, **more})
-    with torch.no_grad():  # a gate that says something, so that its gradient does too
+    with torch.no_grad():  # larger gates, so that their gradients are not lost in rounding
         for router in mae_routers(model):
             if router.out is not None:
                 router.out.weight.mul_(20)
@@ -60,7 +60,7 @@ def micro_batches(seed, count=2, size=4):
 
 
 class Recorded(SkippedSteps):
-    """Remembers which phases of a step moved weights; `watch` is called after each."""
+    """Record in `updated`, for each phase of a step, whether it moved weights; call `watch` after each phase."""
 
     def __init__(self):
         super().__init__()
@@ -74,13 +74,13 @@ class Recorded(SkippedSteps):
 
 
 class Training:
-    """The loop of the scripts, of two micro-batches, with plain SGD in F so that an update is the gradient."""
+    """The loop of the scripts, with two micro-batches a step. Phase F uses plain SGD, so an update shows the gradient."""
 
     def __init__(
         self, model, which="all", optimizer=None, lr=0.1, scaler=None, clip_norm=0.0, **settings
     ):
         self.accelerator = Accelerator(cpu=True)
-        self.accelerator.scaler = scaler  # accelerate makes one for a GPU alone
+        self.accelerator.scaler = scaler  # accelerate makes a GradScaler only on GPUs
         self.model = model
         self.seen = []
         train_only(model, which)
@@ -122,13 +122,13 @@ class Training:
 
 
 def draws_of(step, phase, rank=0):
-    """Seeds of a phase's two micro-batches; those of the gates' phase are salted."""
+    """Return the seeds of a phase's two micro-batches; seeds of the phase of gates have a salt."""
     salt = (1,) if phase == GATES else ()
     return [derive_seed(0, step, micro, rank, *salt) for micro in range(2)]
 
 
 def phases_of(epoch):
-    """Phases of a step with the default period: the gates move in every fifth epoch."""
+    """Return the phases of a step with the default period of 5: gates move in every fifth epoch only."""
     return "GF" if epoch % 5 == 0 else "F"
 
 
@@ -140,6 +140,7 @@ def split(model):
 
 
 def changed(before, model):
+    """Return the names of the parameters that differ from the snapshot `before`."""
     return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
 
@@ -154,7 +155,7 @@ def test_gates_move_in_every_fifth_epoch_from_the_first_one():
     descents = [Training(vit(), period=period).descent for period in (5, 1)]
     names = ["".join(phase.name for phase in descents[0].phases(epoch, [])) for epoch in range(12)]
     assert names == ["GF", "F", "F", "F", "F"] * 2 + ["GF", "F"]
-    # F draws what a model without gates draws: it has no salt.
+    # Phase F has no salt, so it draws the random numbers that a model without gates draws.
     for epoch in (0, 1):
         assert [phase.salt for phase in descents[1].phases(epoch, [])] == [(1,), ()]
 
@@ -178,7 +179,10 @@ def gradients_by_hand(model, batches, mode, draws, names):
 
 
 def assert_moved_by_hand(states, step, epoch, batches, rank=0, mean=lambda gradient: gradient):
-    """From each state to the next one a phase moved its own parameters alone, by their gradients."""
+    """Assert that each phase of a step has moved its own parameters only, by minus its learning rate times their gradient.
+
+    states: the model before the step and after each phase. mean: reduces a gradient over processes.
+    """
     gates, weights = split(states[0])
     phases = {GATES: ("soft", gates, 1.0), WEIGHTS: ("sampled", weights, 0.1)}
     for phase, model, moved in zip(phases_of(epoch), states[:-1], states[1:], strict=True):
@@ -209,10 +213,10 @@ def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
     assert max((after[name] - before[name]).abs().max() for name in gates) > 1e-4
 
 
-def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone():
+def test_both_phases_use_one_batch_which_is_fetched_when_it_is_needed():
     training = Training(vit())
     fetched = []
-    counts = []
+    counts = []  # for each forward, how many micro-batches have been fetched by then
     training.task.register_forward_pre_hook(lambda *_: counts.append(len(fetched)))
 
     def stream():
@@ -231,7 +235,7 @@ def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone
             expected = gates | weights
         assert changed(before, training.model) == expected
         assert len(training.seen) == 2 * len(training.phases())
-        # The second phase reads the images of the first.
+        # The second phase gets the same image tensors as the first.
         assert all(one is other for one, other in zip(training.seen, training.seen[2:]))
     assert fetched == list(range(8)) and counts == [1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8]
 
@@ -250,18 +254,18 @@ def test_between_steps_the_model_is_as_it_is_evaluated():
             router.set_mode("soft")
         torch.testing.assert_close(logits, reference(x), rtol=0, atol=0)
         assert all((entry.counts == 1).all() for entry in stats)  # every head of every sequence
-    # Batch statistics are taken in both phases.
+    # Both phases update the running statistics of the gates' batch norm: 3 phases of 2 micro-batches.
     tracked = [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)]
     assert tracked == [6] * DEPTH
 
 
 def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
-    """Peng 2020, appendix A: NoBCD's gates too learn by SGD with a fixed rate, without momentum or weight decay."""
+    """Gates of NoBCD also learn by SGD at a fixed rate, without momentum or weight decay (Peng 2020, appendix A)."""
     model = vit()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     training = Training(model, optimizer=optimizer, lr=0.01, mode="joint", gate_lr=0.25)
     gates, weights = split(model)
-    for step in range(2):  # the second step would show a momentum
+    for step in range(2):  # a momentum would show in the second step
         before = copy.deepcopy(model)
         batches = micro_batches(step)
         assert training.step(step, 0, batches) == [True]
@@ -279,7 +283,9 @@ def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
 UNIFORM = dict(router_kwargs=dict(mode="uniform"))
 
 
-@pytest.mark.parametrize("options", [dict(router="moh", head_budget=0.5), UNIFORM])
+@pytest.mark.parametrize(
+    "options", [dict(router="moh", head_budget=0.5), UNIFORM], ids=["moh", "uniform mae"]
+)
 def test_a_model_without_gates_has_one_plain_phase(options):
     torch.manual_seed(0)
     model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, **options})
@@ -299,7 +305,7 @@ def test_a_model_without_gates_has_one_plain_phase(options):
     refuse(words, train_only, model, "gates")
 
 
-def test_fsdp_is_refused_in_turns_only():
+def test_fsdp_is_refused_for_mode_bcd_only():
     sharded = SimpleNamespace(distributed_type="FSDP")
     model = vit()
     routers = mae_routers(model)
@@ -322,9 +328,10 @@ GATE = C * 256 + 256 + 256 * H + H + 2 * C
         ("gates", ["G", "G"], DEPTH * GATE),
         ("gates_and_outputs", ["GF", "F"], DEPTH * (GATE + C * C)),
     ],
+    ids=["gates", "gates_and_outputs"],
 )
 def test_fine_tuning_sets(which, phases, count):
-    """Phases are those of epochs 0 and 1."""
+    """`phases` are those of epochs 0 and 1; `count` is the number of trained parameters."""
     model = vit()
     training = Training(model, which)
     gates, weights = split(model)
@@ -344,13 +351,17 @@ def test_fine_tuning_sets(which, phases, count):
 @pytest.mark.parametrize(
     "mode, every, overflowed",
     [
-        ("bcd", [True, True], [True, False]),  # in phase G the weights have no gradient
+        # The gradients of the weights overflow. Phase G does not compute them, so it moves the gates.
+        ("bcd", [True, True], [True, False]),
         ("joint", [True], [False]),
     ],
     ids=["bcd", "joint"],
 )
 def test_a_gradient_scaler_serves_both_phases(mode, every, overflowed, monkeypatch):
-    """As with fp16: what moves steps through one scaler, which divides what it multiplied, and skips an overflow."""
+    """With fp16 both phases use one GradScaler: updates are as without it, and an overflow skips the phase.
+
+    every, overflowed: for each phase of a good and of an overflowing step, whether it moves parameters.
+    """
     plain = Training(vit(), mode=mode)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled = Training(vit(), mode=mode, scaler=scaler)
@@ -363,7 +374,8 @@ def test_a_gradient_scaler_serves_both_phases(mode, every, overflowed, monkeypat
     torch.testing.assert_close(
         scaled.model.state_dict(), plain.model.state_dict(), rtol=1e-5, atol=1e-6
     )
-    assert scaler.state_dict()["_growth_tracker"] == 2 * len(every)  # good phases
+    # All phases of both steps were good.
+    assert scaler.state_dict()["_growth_tracker"] == 2 * len(every)
     before = snapshot(scaled.model)
     gates, weights = split(scaled.model)
     for name, parameter in scaled.model.named_parameters():
@@ -383,13 +395,14 @@ def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
     batches[0]["images"][0, 0, 0, 0] = value
     assert training.step(1, 0, batches) == [False, False]
     assert same(training.model, before)
-    assert training.skipped.total == training.skipped.in_a_row == 1  # one step, though two phases
+    # Two skipped phases are one skipped step.
+    assert training.skipped.total == training.skipped.in_a_row == 1
     assert training.step(2, 0, micro_batches(2)) == [True, True]
     assert training.skipped.in_a_row == 0 and training.skipped.total == 1
 
 
 def test_gates_that_alone_are_not_finite_end_the_run_too():
-    """A good F phase of the same step does not make up for them, a step without G phase does."""
+    """A good phase F does not reset the count of a step whose phase G is skipped; a good step without phase G does."""
     training = Training(vit())
     bias = mae_routers(training.model)[0].out.bias.requires_grad_(True)
     bias.register_hook(lambda gradient: gradient * math.nan)
@@ -411,12 +424,13 @@ def test_the_models_clipping_is_not_the_gates():
     training.step(0, 0, micro_batches(0))
     gates, weights = split(training.model)
     after = training.model.state_dict()
-    moved = [
-        math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in names))
-        for names in (gates, weights)
-    ]
-    assert moved[0] == pytest.approx(training.loop.norms[GATES], rel=1e-3) and moved[0] > 1e-3
-    assert moved[1] < 1e-6
+
+    def norm_of_update(names):
+        return math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in names))
+
+    assert norm_of_update(gates) == pytest.approx(training.loop.norms[GATES], rel=1e-3)
+    assert norm_of_update(gates) > 1e-3
+    assert norm_of_update(weights) < 1e-6
 
 
 # ---------------------------------------------------------------- the scripts
@@ -430,15 +444,16 @@ MAE = (
 
 
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
-    """Compare weights, batch statistics, EMA and both optimisers."""
-    root = write_folder(tmp_path / "d", train=8)  # two steps an epoch: 0, 1, 4 and 5 have a G phase
+    """Bits of weights, batch statistics, EMA and both optimisers are compared."""
+    # An epoch is two steps, so steps 1, 2, 5 and 6 have a phase G.
+    root = write_folder(tmp_path / "d", train=8)
     _, run = whole_and_resumed("cls", tmp_path, [3, 6], *MAE, "--data.root", root)
     _, gates = outcome(run)["optimizers"]
     settings = [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")]
     assert settings == [1, 0, 0]
     lines = logged(run)
     assert [e["step"] for e in lines if "gate_grad_norm" in e] == [1, 2, 5, 6] and len(lines) == 6
-    # From step 3 to 4 the gates stand still but for their batch statistics, from 4 to 6 they do not.
+    # Steps 5 and 6 have moved every gate since the checkpoint of step 3.
     states = [load_file(run / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
     gates = [name for name in states[0] if ".router." in name]
     assert gates and all(not torch.equal(states[0][name], states[1][name]) for name in gates)
@@ -478,7 +493,10 @@ def mean_of_two(gradient):
 
 
 def train_with_another(rank):
-    """Both phases against the mean over both processes' micro-batches, each with its own draws, by hand."""
+    """Compare both phases with gradients by hand, averaged over the micro-batches of both processes.
+
+    Each process has random numbers of its own.
+    """
     torch.distributed.init_process_group("gloo")
     training = Training(vit())
     assert type(training.task).__name__ == "DistributedDataParallel"
@@ -490,19 +508,20 @@ def train_with_another(rank):
             states.append(copy.deepcopy(training.model))
 
         assert all(training.step(step, epoch, batches, keep_state))
-        # Both compute their half at the same time, because the gates' batch norm is that of both.
+        # All processes must call this together: the gates' batch norm reduces over them.
         assert_moved_by_hand(states, step, epoch, batches, rank, mean_of_two)
-    # One process meets a bad batch: both skip both phases, batch statistics included.
+    # If one process has a bad batch, both skip both phases and restore the batch statistics.
     before = snapshot(training.model)
     batches = micro_batches(99)
     batches[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0
     assert training.step(4, 0, batches) == [False, False] and training.skipped.total == 1
     assert same(training.model, before)
-    for value in training.model.state_dict().values():  # batch statistics are those of all
-        other = [torch.empty_like(value) for _ in range(2)]
-        torch.distributed.all_gather(other, value.contiguous())
-        assert torch.equal(*other)
-    # No gate waits for a gradient that does not come.
+    # Both processes have the same parameters and batch statistics.
+    for value in training.model.state_dict().values():
+        of_both = [torch.empty_like(value) for _ in range(2)]
+        torch.distributed.all_gather(of_both, value.contiguous())
+        assert torch.equal(*of_both)
+    # DDP must not wait for the gradient of a parameter that a phase does not use.
     for model, which, mode in (
         (vit(), "all", "joint"),
         (vit(**UNIFORM), "all", "bcd"),

@@ -1,4 +1,4 @@
-"""Commands that run a model on a CPU build the C++ operators themselves."""
+"""Training and commands on a CPU build the C++ operators if they are missing."""
 
 import contextlib
 import functools
@@ -13,13 +13,16 @@ from moh_vision.diffusion import train as train_dit
 from tests.support.processes import Command
 from tests.support.small_runs import arguments
 
-BUILT = building.library_path()  # of this machine
+BUILT = building.library_path()  # the library that this machine has
 pytestmark = pytest.mark.skipif(not BUILT.is_file(), reason="the C++ operators are not built")
 
 
 @pytest.fixture
 def environment(tmp_path):
-    """An empty cache and a compiler that copies the library built before, and counts its calls in the file `compiled`."""
+    """Environment variables that name an empty cache and a fake compiler.
+
+    The compiler copies the library that this machine has, and adds a line to the file `compiled` in each call.
+    """
     compiler = tmp_path / "compiler"
     compiler.write_text(
         "#!/bin/sh\n"
@@ -34,6 +37,7 @@ def environment(tmp_path):
 
 
 def train(environment, argv):
+    """Run a dry run, two runs that fail, and one that trains: only the last one may build."""
     os.environ.update(environment)
     os.environ.pop("MOH_VISION_BUILD", None)
     folder = Path(environment["CXX"]).parent
@@ -59,13 +63,14 @@ def test_training_builds_at_the_end_of_its_set_up(environment, tmp_path):
 
 
 def ask(environment, argv):
+    """Print the path of operators, with the variables NAME=VALUE in `argv` set."""
     os.environ.update(environment, MOH_VISION_BUILD="auto")
     os.environ.update(a.split("=") for a in argv)
     print(kernels.path())
 
 
 def answers(environment, tmp_path, count, *more):
-    """Start processes that ask for the path at the same time; return what each prints."""
+    """Start `count` processes that `ask` at the same time, and return what each prints."""
     processes = [
         Command(functools.partial(ask, environment), more, tmp_path / f"log{number}")
         for number in range(count)

@@ -1,3 +1,5 @@
+"""What a checkpoint holds: a run that resumes from it goes on with the same bits, on one process and sharded over two."""
+
 import contextlib
 import copy
 import errno
@@ -38,7 +40,7 @@ VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_cl
 
 
 def wrap(task, traits):
-    """Shard, wrap or compile a task as its traits say."""
+    """Shard a task with FSDP2, wrap it in DDP or compile it, if its traits say so."""
     if "sharded" in traits:
         mesh = init_device_mesh("cpu", (2,))
         if "head" in traits:
@@ -54,7 +56,7 @@ def wrap(task, traits):
 def beginning(traits="plain", optimizer="adamw"):
     """Make the `TrainingState` that a training begins with: a task, its EMA, optimiser and scaler.
 
-    `traits` are words that say what is special about the model or the training.
+    traits: words that say what is special about the model or the training, "plain" for nothing.
     """
     torch.manual_seed(0)
     model = timm.create_model(NAME, **VIT)
@@ -62,7 +64,7 @@ def beginning(traits="plain", optimizer="adamw"):
         model.patch_embed.requires_grad_(False)
     if "tied" in traits:
         model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
-    if "channels" in traits:  # safetensors refuses tensors that are not contiguous
+    if "channels" in traits:  # not contiguous; safetensors refuses such tensors
         model.to(memory_format=torch.channels_last)
     task = ClassificationTask(model, 0.01)
     if "unused" in traits:
@@ -89,6 +91,7 @@ def beginning(traits="plain", optimizer="adamw"):
 
 
 def train(state, steps):
+    """Train the steps with these indices and return the norms of their gradients."""
     task = getattr(state.task, "module", getattr(state.task, "_orig_mod", state.task))
     rank = dist.get_rank() if dist.is_initialized() else 0
     (optimizer,) = state.optimizers
@@ -115,7 +118,7 @@ def train(state, steps):
 
 
 def bits(state):
-    """Copy all that a state holds; of sharded tensors this process's rows."""
+    """Return a copy of all that a state holds; of a sharded tensor, the rows of this process."""
     optimizer = state.optimizers[0].state_dict()
     found = dict(state.task.state_dict())
     for name, value in state.ema.module.state_dict().items():
@@ -146,7 +149,10 @@ def assert_same(one, other):
 
 
 def stopped_and_resumed(run, traits, optimizer):
-    """Three steps, a save amid which training goes on, and again from the checkpoint: the bits of six steps."""
+    """Assert that six steps at once, six steps with a save after the third, and a resumed run end with the same bits.
+
+    Training goes on while the save writes its files.
+    """
     whole, first, again = (beginning(traits, optimizer) for _ in range(3))
     train(whole, range(6))
     train(first, range(3))
@@ -175,6 +181,7 @@ def test_resumed_to_the_bit(tmp_path, traits, optimizer):
 
 
 def full(*_):
+    """Raise the error of a full disk."""
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -183,7 +190,7 @@ def on_a_rank(rank, folder, cases):
     PartialState(cpu=True)
     for case in cases:
         stopped_and_resumed(folder / case, *case.split(":"))
-    # Sharding changes no number.
+    # Sharding changes neither gradients nor averages, up to rounding.
     replicated = beginning("ddp", "sgd")
     sharded = beginning("sharded", "sgd")
     assert train(replicated, range(3)) == pytest.approx(train(sharded, range(3)), rel=1e-4)
@@ -191,7 +198,7 @@ def on_a_rank(rank, folder, cases):
     torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-5)
     with one_line("cannot be loaded into this model"):
         beginning("ddp frozen").restore(folder / "sharded:adamw" / "checkpoints" / "step_3")
-    # Two processes go on from the checkpoint of one.
+    # Two processes resume from the checkpoint of one process.
     state = beginning("sharded head")
     state.restore(folder / "alone" / "checkpoints" / "step_3")
     run = folder / "two"
@@ -200,10 +207,11 @@ def on_a_rank(rank, folder, cases):
     assert (run / "model.safetensors").exists()
     saver.save(2, {})
     saver.wait()
-    # The file of step 1 is old and gone; the parts of step 2 are found.
+    # The file of the whole weights, of step 1, is out of date and deleted; the sharded weights of step 2 are found.
     assert not (run / "model.safetensors").exists()
     assert read_tensors(weights_file(str(run), "model"))
     saver.save(3, {}, last=True)
+    # If the save of the second process fails, both learn of it, and step 4 is no checkpoint.
     with contextlib.ExitStack() as stack:
         if rank:
             stack.enter_context(mock.patch("moh_vision.engine.saver.save_tensors", full))
@@ -215,7 +223,7 @@ def on_a_rank(rank, folder, cases):
 
 
 def test_two_processes(tmp_path):
-    """Under FSDP2 each writes its own rows; one process reads them. What fails on one of them is known to both."""
+    """Under FSDP2 each process writes its own rows, and a single process can read the checkpoint."""
     PartialState(cpu=True)
     stopped_and_resumed(tmp_path / "alone", "plain", "adamw")
     cases = ["ddp frozen:lion", "sharded:adamw", "sharded tied head frozen:muon"]
@@ -242,19 +250,19 @@ def test_two_processes(tmp_path):
     keep_shared_heads(other, folder)
     now, trained = (head_budget(model)["layers"][1]["shared"] for model in (other, opened))
     assert now == trained == 3 != before["layers"][1]["shared"]
-    # The pre-trained model that the run began with is not needed.
+    # A resumed run does not need the pre-trained model that it began with.
     resumed = SimpleNamespace(
         model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1]
     )
     assert described(resumed, "classification", fresh=False) == (NAME, VIT)
-    # The last save of a sharded run puts its weights together.
+    # Only the last save of a sharded run writes the whole weights, model.safetensors.
     assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
     assert same(*(tmp_path / name / "model.safetensors" for name in ("alone", "two")))
 
 
 @pytest.fixture
 def trained(tmp_path):
-    """A run that was saved after two steps, and its state."""
+    """Train two steps and save; return the folder of the run and its `TrainingState`."""
     Accelerator(cpu=True)
     state = beginning()
     train(state, range(2))
@@ -263,6 +271,7 @@ def trained(tmp_path):
 
 
 def save(run, step, state, keep=2):
+    """Save a step as the last one of a run."""
     Saver(PartialState(), run, state, keep).save(step, {"architecture": "linear"}, last=True)
 
 
@@ -285,11 +294,12 @@ def test_the_first_save_says_what_it_took_and_later_ones_are_silent(tmp_path, ca
 
 def test_ema_and_scaler_switched_on_and_off(trained):
     run, state = trained
+    # Without an EMA: the file that a run with EMA left is renamed, so that nobody takes it for current weights.
     save(run, 8, TrainingState(state.task, state.optimizers))
     save(run, 9, TrainingState(state.task, state.optimizers), keep=3)
     assert not (run / "ema.safetensors").exists() and (run / "old_ema.safetensors").exists()
     said = []
-    state.ema.module.head.weight.data.fill_(torch.nan)  # the EMA's earlier weights do not matter
+    state.ema.module.head.weight.data.fill_(torch.nan)  # restore must replace these
     state.restore(run / "checkpoints" / "step_8", said.append)
     assert "has no EMA" in said[0]
     assert torch.equal(state.ema.module.head.weight, state.task.model.head.weight)
@@ -308,7 +318,7 @@ def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(tr
 def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state = trained
     folder = run / "checkpoints" / "step_2"
-    state.task.model.head = torch.nn.Linear(24, 6)  # as after a change of the model's code
+    state.task.model.head = torch.nn.Linear(24, 6)  # as if the code of the model had changed
     words = "step_2, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"
     refuse(words, state.restore, folder)
     words = "cannot be loaded into this model .optimiser 0 has other parameters"

@@ -1,3 +1,5 @@
+"""Configurations: options and files, mistakes in them, and the values of those that ship with the package."""
+
 import shlex
 from operator import attrgetter
 
@@ -23,7 +25,7 @@ def parse(*argv, config_class=ClsConfig):
 
 
 def written(tmp_path, script, text, argv):
-    """Parse a script's options, after a file with this text if there is a text."""
+    """Parse the options `argv` of a script, with a configuration file of this text unless it is empty."""
     options = shlex.split(argv)
     (tmp_path / "c.yaml").write_text(text)
     if text:
@@ -31,26 +33,31 @@ def written(tmp_path, script, text, argv):
     return parse(*options, config_class=CONFIG_CLASSES[script])
 
 
-@pytest.mark.parametrize("script, text, argv, values", [
-    ("cls", "max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}", "--model.depth 3 --optim.lr=1e-4",
+# Case -> (script, text of its configuration file, options, values of keys that result).
+OPTIONS = {
+    "options over a file": ("cls", "max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}", "--model.depth 3 --optim.lr=1e-4",
      {"max_steps": 7, "model.head_budget": "ramp:0.5", "model.depth": 3, "optim.lr": 1e-4, "fresh": False, "allow_change": []}),
-    ("cls", "", "--model.head_budget 0.5", {"model.head_budget": 0.5}),
-    ("cls", "", "--model.head_budget uniform:0.5", {"model.head_budget": "uniform:0.5"}),
-    ("cls", "", "--model.head_budget [[1,2],[2,3]]", {"model.head_budget": [(1, 2), (2, 3)]}),
-    ("cls", "", "--max-steps 3 --dry-run --fresh --allow-change optim.lr --model.head-budget=0.5",
+    "budget: a share": ("cls", "", "--model.head_budget 0.5", {"model.head_budget": 0.5}),
+    "budget: shape and share": ("cls", "", "--model.head_budget uniform:0.5", {"model.head_budget": "uniform:0.5"}),
+    "budget: pairs": ("cls", "", "--model.head_budget [[1,2],[2,3]]", {"model.head_budget": [(1, 2), (2, 3)]}),
+    "dashes and flags": ("cls", "", "--max-steps 3 --dry-run --fresh --allow-change optim.lr --model.head-budget=0.5",
      {"max_steps": 3, "dry_run": True, "fresh": True, "allow_change": ["optim.lr"], "model.head_budget": 0.5}),
-    ("cls", "", "--model.kwargs '{global_pool: avg}' --model.router_kwargs.two_stage false",
+    "dicts": ("cls", "", "--model.kwargs '{global_pool: avg}' --model.router_kwargs.two_stage false",
      {"model.kwargs": {"global_pool": "avg"}, "model.router_kwargs": {"two_stage": False}}),
-    ("cls", "", "--compile --channels-last --seed 3", {"compile": True, "channels_last": True, "seed": 3}),
-    ("cls", "", "--compile false", {"compile": False}),
-    ("cls", "", "--ema.decay 0.9 --ema.warmup --optim.betas 0.8 0.95 --seed 3",
+    "flags without a value": ("cls", "", "--compile --channels-last --seed 3", {"compile": True, "channels_last": True, "seed": 3}),
+    "a flag that is false": ("cls", "", "--compile false", {"compile": False}),
+    "several values": ("cls", "", "--ema.decay 0.9 --ema.warmup --optim.betas 0.8 0.95 --seed 3",
      {"ema.warmup": True, "optim.betas": (0.8, 0.95), "seed": 3}),
-    ("sample", "", f"{DRAW} --cfg-scale 1.5 --classes 207 n02099601 007", {"cfg_scale": 1.5, "classes": ["207", "n02099601", "007"]}),
-    ("sample", "", f"{DRAW} --classes 7", {"classes": ["7"]}),
-    ("sample", "", f"""{DRAW} '--classes=["3",a]'""", {"classes": ["3", "a"]}),
-    ("dit", "", "--preview.every 1 --preview.classes 207 n02099601 007", {"preview.classes": ["207", "n02099601", "007"]}),
-])  # fmt: skip
-def test_options(tmp_path, script, text, argv, values):
+    "classes stay text": ("sample", "", f"{DRAW} --cfg-scale 1.5 --classes 207 n02099601 007", {"cfg_scale": 1.5, "classes": ["207", "n02099601", "007"]}),
+    "a list of one": ("sample", "", f"{DRAW} --classes 7", {"classes": ["7"]}),
+    "a list in brackets": ("sample", "", f"""{DRAW} '--classes=["3",a]'""", {"classes": ["3", "a"]}),
+    "classes of a section": ("dit", "", "--preview.every 1 --preview.classes 207 n02099601 007", {"preview.classes": ["207", "n02099601", "007"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(tmp_path, case):
+    script, text, argv, values = OPTIONS[case]
     config = written(tmp_path, script, text, argv)
     assert {name: attrgetter(name)(config) for name in values} == values
 
@@ -69,13 +76,13 @@ def test_options(tmp_path, script, text, argv, values):
     ("cls", "", "--allow-change optim.lrr", "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
     ("cls", "", "--allow-change optim.name", "--allow-change optim.name: a checkpoint keeps the state of its own optimiser"),
     ("cls", "", "--optim.warmup_epochs 1 --optim.warmup_steps 1", "are the same thing: give one"),
-    # keys without effect
+    # Keys without effect.
     ("cls", "", "--data.auto_augment rand-m9", "data.auto_augment 'rand-m9' needs data.augment imagenet"),
-    ("cls", "", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
+    ("cls", "", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # although it is the default
     ("cls", "optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
     ("cls", "optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
     ("cls", "model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
-    # of files
+    # Mistakes in files.
     ("cls", "model: {dept: 3}", "", "c.yaml: unknown key 'model.dept', did you mean 'model.depth'"),
     ("cls", "hello", "", "c.yaml: expected keys and values, found str"),
     ("cls", "a: &a [x, x]\nmodel: {kwargs: {b: [*a, *a]}}", "", "c.yaml: .*an alias, \\*a; write the value out"),
@@ -85,7 +92,7 @@ def test_options(tmp_path, script, text, argv, values):
     ("cls", "base: nowhere", "", "c.yaml: base nowhere: no such file"),
     ("cls", "base: c.yaml", "", "c.yaml: base 'c.yaml': expected a file, and at most 20 of them upon each other"),
     ("cls", "base: b.yaml", "", "b.yaml: unknown key 'modle', did you mean 'model'"),
-    # written twice: YAML forbids it, and PyYAML keeps the last alone
+    # Keys that stand twice. YAML forbids them, but PyYAML silently keeps the last one.
     ("cls", "model: {depth: 2}\noptim: {lr: 1.0}\nmodel: {num_heads: 3}", "", "c.yaml: line 3: 'model' is on line 1 already; keep one"),
     ("cls", "optim:\n  lr: 1.0\n  eps: 1.0\n  lr: 2.0", "", "c.yaml: line 4: 'lr' is on line 2 already"),
     ("cls", "model: {kwargs: {a: 1, a: 2}}", "", "c.yaml: line 1: 'a' is in it twice"),
@@ -121,7 +128,7 @@ def test_files_that_are_no_yaml(tmp_path, content):
 
 
 def test_texts_are_only_texts():
-    """Nothing is expanded, run or followed."""
+    """A value is not expanded or run as a shell would do."""
     for text in ("$(touch x)", "`touch x` ~", "../../${HOME}", "%s%n \u202e", "x" * 100_000):
         assert parse(f"--output={text}").output == text
 
@@ -140,7 +147,7 @@ def test_changed_keys():
     assert changed_keys(old, new, []) == ["model.depth: None -> 3", "optim.lr: 0.1 -> 0.2"]
     assert changed_keys(old, new, ["model.depth", "optim.lr"]) == []
     assert changed_keys(yaml.safe_load(yaml.safe_dump(new.tree())), new, []) == []
-    # What has no effect in the new run makes no difference: min_lr, of a schedule that is constant.
+    # A key without effect in the new run is no change: a constant schedule does not use min_lr.
     falls = parse("--optim.min_lr", "1e-5").tree()
     assert changed_keys(falls, parse("--optim.schedule", "constant"), ["optim.schedule"]) == []
 
@@ -153,7 +160,7 @@ def test_a_saved_configuration_reads_back(tmp_path):
     assert parse("--config", str(file)) == config
 
 
-RUNS = [
+SHIPPED = [
     path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "accelerate"
 ]
 
@@ -174,12 +181,12 @@ def assert_values(section, **expected):
     assert {name: getattr(section, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("path", RUNS, ids=configuration_name)
+@pytest.mark.parametrize("path", SHIPPED, ids=configuration_name)
 def test_shipped_configs_are_valid(path):
-    """A configuration has an output folder of its own, not that of its base, and a header."""
+    """Each configuration can be parsed, names an output folder of its own, and begins with a header."""
     config = parse("--config", str(path), config_class=config_class_of(path))
     assert config.output == f"runs/{path.parent.name}/{path.stem}"
-    # The header has the command, hardware, hours and the expected result.
+    # The header is a comment with the command, the hardware, the hours and the expected result.
     assert path.read_text().startswith("#")
 
 
@@ -194,12 +201,12 @@ def test_shipped_configs_are_valid(path):
     ],
 )
 def test_the_schedules_of_language_models(name, options, billions):
-    """Jin 2024, tables B to D: as many tokens as the budget, shares of 100 %, a tenth of the rate or less at the end."""
+    """The keys are those of Jin 2024, tables B to D, and the number of tokens is `billions`."""
     config = parse("--config", f"text/{name}", *options.split(), config_class=LanguageConfig)
     optim = config.optim
-    tokens = optim.batch_size * config.data.block
-    assert tokens == (2**24 if config.data.block == 8192 else 2**22)
-    assert 0 <= config.max_steps * tokens - billions * 10**9 < tokens
+    tokens_per_step = optim.batch_size * config.data.block
+    assert tokens_per_step == (2**24 if config.data.block == 8192 else 2**22)
+    assert 0 <= config.max_steps * tokens_per_step - billions * 10**9 < tokens_per_step
     assert_values(optim, schedule="cosine", weight_decay=0.1, clip_norm=1.0, warmup_lr=1e-7)
     assert optim.batch_size % (optim.accumulation * 8) == 0
     if name == "moh_llama3_stage1":
@@ -227,7 +234,7 @@ RECIPE += [f"moh_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "
 
 @pytest.mark.parametrize("name", RECIPE)
 def test_the_papers_recipe(name):
-    """Jin 2024's released options; batch 1024 of 1,281,167 images are 1251.1 steps an epoch."""
+    """The keys are the options that Jin 2024 released. ImageNet's 1,281,167 images are 1251.1 steps of 1024 an epoch."""
     config = parse("--config", f"cls/{name}")
     assert config.model.name == name
     assert_values(
@@ -274,7 +281,7 @@ def test_steps_from_epochs():
     assert steps("--max-steps", "7", "--optim.warmup_steps", "3") == (7, 7, 3)
     assert steps("--optim.epochs", "300", "--optim.warmup_epochs", "5") == (4688, 4688, 78)
     assert steps("--optim.epochs", "300", "--optim.cooldown_epochs", "10") == (4844, 4688, 0)
-    # A trial of the first steps: the schedule stays that of the epochs.
+    # max_steps below the epochs, as in a trial of the first steps, does not shorten the schedule.
     assert steps("--optim.epochs", "300", "--max-steps", "9") == (9, 4688, 0)
     assert steps("--max-steps", "320", "--optim.warmup_epochs", "2") == (320, 320, 31)
 
@@ -318,7 +325,7 @@ def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
     assert said.startswith(f"test: left out of {file}, without effect here: ")
     needs = "(needs optim.schedule other than constant), model.head_budget 0.5 (needs a model"
     assert f"optim.min_lr 0.0001 {needs}" in said
-    # The configuration that a run saves says nothing more.
+    # The configuration that the run saves has no such keys left, and reads back without a line.
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))
     assert parse("--config", str(tmp_path / "run.yaml")) == config
     assert capsys.readouterr().err == ""
@@ -334,7 +341,7 @@ def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
     ],
 )
 def test_a_dense_baseline_has_all_heads(config_class, task, config, baseline):
-    """The documented option makes a model without a budget of a configuration with one."""
+    """One option turns a configuration with a budget into a baseline that runs all heads."""
     model = parse("--config", config, *baseline.split(), config_class=config_class).model
     arguments = dict(model.arguments(), img_size=32)
     assert head_budget(create(model.name, task, **arguments))["share"] == 1
@@ -349,7 +356,7 @@ DIT = [
 
 @pytest.mark.parametrize("name", DIT)
 def test_the_papers_diffusion_recipe(name):
-    """DiT's (Peebles 2023, section 4) with MoH's balance weight, as released."""
+    """The keys are those of DiT (Peebles 2023, section 4), with the balance weight that MoH released."""
     config = parse("--config", f"dit/{name}", config_class=DitConfig)
     assert config.model.name == name
     assert_values(
@@ -385,7 +392,7 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     )
     config = parse("--config", str(tmp_path / "sub" / "second.yaml"), "--max-steps", "7")
     assert (config.seed, config.max_steps, config.model.depth) == (2, 7, 2)
-    assert config.model.kwargs == {"b": 1}  # a mapping is a value like any other
+    assert config.model.kwargs == {"b": 1}  # a dict is replaced as a whole, as any value
     assert config.model.embed_dim == parse("--config", "quickstart/cls").model.embed_dim
     assert "base" not in config.tree()
 
@@ -406,7 +413,7 @@ def test_validation_has_keys_of_its_own(tmp_path, capsys):
     def validation(*argv):
         return parse(*argv, config_class=ValidateConfig)
 
-    # A run's configuration has more keys, which validation leaves out.
+    # The configuration of a run has keys that validation does not have, and ignores.
     run = "--data.root shards --data.augment imagenet --seed 3 --print_config"
     with pytest.raises(SystemExit):
         parse(*run.split())

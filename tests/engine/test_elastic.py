@@ -1,4 +1,4 @@
-"""Elastic budgets: what a step runs, runs that resume, and what they leave behind."""
+"""Elastic budgets: the shares of steps, resumed runs, and what results and cards say of each share."""
 
 import pytest
 import timm
@@ -24,11 +24,12 @@ def small_model(**kwargs):
 
 
 def active(model):
+    """Return the number of active heads of each layer."""
     return [layer["active"] for layer in moh_vision.head_budget(model)["layers"]]
 
 
 def test_the_shares_of_steps():
-    """Of every four steps one runs the smallest share and one the largest, the others run shares between, in any order."""
+    """Of every `CYCLE` steps one runs the smallest share and one the largest; the others run shares in between."""
     elastic, same_seed, other = (
         ElasticBudget(small_model(head_budget=0.5), (0.5, 1.0), seed) for seed in (7, 7, 8)
     )
@@ -56,6 +57,7 @@ def test_a_share_runs_what_set_head_budget_sets(shape):
         assert active(other) == ran
 
 
+# Case -> (arguments of the model, the range, what the error says).
 BAD_RANGES = {
     "falling": (
         {},
@@ -87,7 +89,7 @@ def test_ranges_that_cannot_be(options, ends, words):
 
 
 def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
-    """Advice is a part of the error, whatever it says, and is not found in the error's words."""
+    """`BudgetError` holds its advice apart from its message, so the advice can be replaced whatever it says."""
 
     def refuse_share(model, spec):
         raise BudgetError("'0.5': too few", "take another one; give up")
@@ -102,7 +104,7 @@ def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
 
 
 def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
-    """The run ends between two steps of a cycle; the saved model runs the largest share."""
+    """A run that stops within a cycle resumes with the same shares; the saved model runs the largest share."""
     whole, resumed = whole_and_resumed("cls", tmp_path, [2, 6], *ELASTIC)
     for key in ("loss", "active_share"):
         expected = [entry[key] for entry in logged(whole)]
@@ -119,7 +121,7 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     assert validation["active_share"] == 1
     validate.main(f"--checkpoint {whole} --model.head_budget 0.5 --data.workers 0".split())
     assert f"loss {validation['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
-    # The table, the card and the figure of head load show what each share gives.
+    # The table and the model card have the scores of each share, and the head load can be drawn.
     capsys.readouterr()
     table = make_table(read_runs([whole]))
     active, top1 = (table.titles.index(title) for title in ("active heads, %", "top-1, %"))
@@ -145,7 +147,7 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
 
 
 def test_an_elastic_run_says_so_and_a_dense_one_names_no_command_that_fails(tmp_path, capsys):
-    """All heads of the largest share are active: the first line and --dry-run say at which shares it is trained."""
+    """The largest share here is 1, so all heads are active: only "elastic" tells such a run from a dense one."""
     said = "elastic: trained at 50.0 to 100.0 % of the heads, saved with 100.0 %"
     train_cls.main(arguments("cls", tmp_path / "none", 1, 1, *ELASTIC, "--dry-run"))
     assert f"{said}\n" in capsys.readouterr().out
@@ -154,4 +156,4 @@ def test_an_elastic_run_says_so_and_a_dense_one_names_no_command_that_fails(tmp_
     assert f"16 of 16 heads active (100.0 %); {said}\n" in out and "moh_vision head-load" in out
     dense = ["--model.router", "dense", "--model.head_budget", "null"]
     train_cls.main(arguments("cls", tmp_path / "dense", 1, 1, *dense))
-    assert "moh_vision head-load" not in capsys.readouterr().out  # nothing there is chosen
+    assert "moh_vision head-load" not in capsys.readouterr().out  # it would fail: no head is chosen

@@ -1,4 +1,4 @@
-"""An average of weights that the run is too short for."""
+"""An EMA whose decay is too slow for the run: it still consists of the weights of step 1, and messages say so."""
 
 import pytest
 import torch
@@ -22,18 +22,20 @@ LONG = "--ema.decay 0.9999 --ema.warmup false"
         (EmaConfig(decay=0.9999, warmup=True), 6),
         (EmaConfig(decay=0.5), 1),
     ],
+    ids=["0.9999", "0.9", "warmup", "one step"],
 )
 def test_the_share_of_the_first_weights_is_what_the_average_has(ema, steps):
+    """The weight is 1 at step 1 and 0 later, so the average is the share of the first weights."""
     model = torch.nn.Linear(1, 1, bias=False).double()
     average = ModelEma(model, decay=ema.decay, use_warmup=ema.warmup)
     for step in range(1, steps + 1):
-        model.weight.data.fill_(1.0 if step == 1 else 0.0)  # only the first weights count
+        model.weight.data.fill_(1.0 if step == 1 else 0.0)
         average.update(model, step)
     assert average.module.weight.item() == pytest.approx(first_weights_left(ema, steps))
 
 
 @pytest.mark.parametrize("steps", [2, 5, 10, 150, 300, 12345])
-def test_what_is_set_instead_forgets_them(steps):
+def test_the_advised_decay_forgets_the_first_weights(steps):
     *_, last = short_enough(EmaConfig(decay=0.9999999), steps).split()
     assert first_weights_left(EmaConfig(decay=float(last)), steps) == 0
     assert first_weights_left(EmaConfig(decay=0.9999, warmup=True), 150) == 0
@@ -41,7 +43,7 @@ def test_what_is_set_instead_forgets_them(steps):
 
 
 def test_a_classifier_is_scored_with_the_better_weights(tmp_path, capsys):
-    """A run is validated, opened and published with the last weights where the EMA still is what the run began with."""
+    """If the EMA still consists of the first weights, the run is validated, opened and published with the last weights."""
     run = tmp_path / "run"
     options = f"{LONG} --optim.lr 1e-2 --optim.warmup_steps 5 --optim.batch_size 32"
     train_cls.main(arguments("cls", run, 60, 100, *options.split()))
@@ -64,7 +66,7 @@ def test_a_classifier_is_scored_with_the_better_weights(tmp_path, capsys):
 
 
 def test_an_ema_of_first_weights_is_said_where_it_is_taken(tmp_path, capsys, caplog):
-    """Diffusion models are not validated: a preview and an opened run name the share of the first weights."""
+    """Diffusion runs are not validated and use their EMA; previews and opened runs warn of the share of first weights."""
     run = tmp_path / "run"
     preview = "--preview.every 3 --preview.steps 1 --preview.images 4"
     train_dit.main(arguments("dit", run, 3, 100, *LONG.split(), *preview.split()))

@@ -1,4 +1,4 @@
-"""Validation under FSDP2 on two gloo processes; training and checkpoints: test_checkpoint.py."""
+"""Validation under FSDP2 on two gloo processes. Tests of training and checkpoints are in test_checkpoint.py."""
 
 import contextlib
 from datetime import timedelta
@@ -26,7 +26,7 @@ VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_cl
 
 
 class HalfUnreadable(ImageSource):
-    """12 images of 5 classes; the second process's, those of odd numbers, cannot be read."""
+    """12 images of 5 classes. Images with odd indices, those of the second process, cannot be read."""
 
     classes = list("abcde")
     labels = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
@@ -39,7 +39,7 @@ class HalfUnreadable(ImageSource):
 
 def validate_sharded(rank):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    PartialState(cpu=True)  # as a script has it
+    PartialState(cpu=True)  # in a script the accelerator makes it
     data = SimpleNamespace(eval_batch_size=2, max_bad_fraction=0.5, workers=0)
 
     def reduce(tensor, reduction):
@@ -69,16 +69,16 @@ def validate_sharded(rank):
             )
             assert (scores["images"], scores["unreadable"]) == (6, 6)
             assert load.sums[:, -1].sum() == 6 * 17  # tokens
-            numbers = predictions[:, 0].tolist()
-            assert len(numbers) == 6
-            assert numbers == sorted(set(numbers))
+            indices = predictions[:, 0].tolist()
+            assert len(indices) == 6
+            assert indices == sorted(set(indices))
             assert set(predictions[:, 1].tolist()) == {0, 1, 2, 3, 4}
             task.train()(torch.zeros(2, 3, 16, 16), torch.tensor([0, 1]))["loss"].backward()
-            assert all(isinstance(p, DTensor) for p in task.parameters())  # sharded again
+            assert all(isinstance(p, DTensor) for p in task.parameters())  # resharded
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_validation_where_one_process_can_read_nothing():
-    """Forwards of a sharded task wait for each other; a process that makes fewer blocked the others."""
+    """A forward under FSDP is a collective: if a process without readable images made fewer, the other would hang."""
     on_two_ranks(validate_sharded)

@@ -1,3 +1,5 @@
+"""Files that are written whole or not at all, locks of folders, and the run that a path belongs to."""
+
 import contextlib
 import csv
 import errno
@@ -29,7 +31,7 @@ from tests.support.refusals import one_line
 def writing_with_a_child(folder, with_children):
     os.setsid()
     with only_one(folder, "--output", with_children=with_children):
-        os.fork()  # like a loader process, which outlives a kill for some seconds
+        os.fork()  # the child stands for a loader process, which outlives a kill by some seconds
         yield
 
 
@@ -49,7 +51,7 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypa
     assert_refused()  # being refused does not take the lock away from its owner
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    if with_children:  # the child, which may write, holds the lock
+    if with_children:  # the child may still write, so it holds the lock on
         assert_refused()
         os.killpg(pid, signal.SIGKILL)
         with open(tmp_path / ".lock") as file:
@@ -76,7 +78,7 @@ def test_the_run_of_a_path(tmp_path, monkeypatch):
     step = run / "checkpoints" / "step_20"
     step.mkdir(parents=True)
     (step / "ema.safetensors").write_text("")
-    # Without a run around it, step_20 is a folder like any other.
+    # No config.yaml says that `run` is a run, so step_20 is a folder like any other.
     assert step_of(step) is None
     assert run_of(step) == step
     (run / "config.yaml").write_text("")

@@ -1,4 +1,4 @@
-"""Every key of every configuration, from what its own field says: type, range, what it needs, and its help."""
+"""Every key of every configuration obeys what its field declares: its type, its range, what it needs, and its help."""
 
 import contextlib
 import dataclasses
@@ -26,6 +26,7 @@ CONFIG_CLASSES = [
     ValidateConfig,
     OpenedDitConfig,
 ]
+# Options without which a configuration is refused.
 NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}
 NEEDED.update(dict.fromkeys((ValidateConfig, OpenedDitConfig), ["--checkpoint", "run"]))
 every_class = pytest.mark.parametrize("config_class", CONFIG_CLASSES)
@@ -60,7 +61,7 @@ def test_every_key_says_what_it_is(config_class):
     keys = keys_of(config_class)
     for name, found in keys.items():
         assert found.text.endswith((".", ")")), f"{name}: its text"
-        # A text stands alone: what it is of may be in another column.
+        # A help text must name its subject: the key's name is in another column.
         assert not re.match("(Of|As|At|Its|Not|There|How many)\\b", found.text), (
             f"{name}: {found.text}"
         )
@@ -78,7 +79,7 @@ LETTERS = string.ascii_lowercase + string.digits + "_."
 
 
 def edits(key, letters):
-    """Every key one edit away: a letter lost, added, exchanged, or two swapped."""
+    """Yield every key one edit away: with one letter deleted, inserted or replaced, or two neighbours swapped."""
     for i in range(len(key) + 1):
         yield from (key[:i] + letter + key[i:] for letter in letters)
     for i in range(len(key)):
@@ -90,7 +91,7 @@ def edits(key, letters):
 @pytest.mark.parametrize("letters", ["eq.", pytest.param(LETTERS, marks=pytest.mark.reliability)])
 @every_class
 def test_every_key_misspelt_by_one_edit_is_corrected(config_class, letters):
-    """All edits of all keys and flags: the right one is suggested, and alone."""
+    """The error for a misspelt key or flag suggests one key, from which it is one edit away."""
     keys = {name: key for _, group in groups_of(config_class) for name, key in group.items()}
     meant = {}  # misspelt key -> keys one edit away: there may be two
     for key in keys:
@@ -124,7 +125,7 @@ VALUES = [
 
 
 def is_of(hint, value):
-    """Say whether a type takes a value."""
+    """Return whether a type accepts a value."""
     with contextlib.suppress(TypeError):
         as_type(hint, value)
         return True
@@ -184,7 +185,7 @@ def test_a_value_of_another_type_is_refused_in_a_file(config_class, tmp_path):
 
 
 def bounds_of(found, section):
-    """Return (bound's name, number) for each bound of a key; a bound may be another key's value."""
+    """Return (bound's name, number) for each bound of a key. A bound that names another key has that key's value."""
     bounds = [
         (name, found.options[name]) for name in ("gt", "ge", "lt", "le") if name in found.options
     ]
@@ -192,9 +193,10 @@ def bounds_of(found, section):
 
 
 def outside(found, section):
-    """Return values that are just out of a key's range, and others at its ends."""
+    """Return (values just outside of a key's range, values at its ends)."""
     options = found.options
     step = 1 if int in leaves(found.hint) else 0.001
+    # Added to a bound, the first makes a value that is out of range, the second one that is not.
     beyond = dict(gt=0, ge=-step, lt=0, le=step)
     inside = dict(gt=step, ge=0, lt=-step, le=0)
     bounds = bounds_of(found, section)
@@ -234,7 +236,7 @@ def test_a_value_out_of_its_range_is_refused(config_class):
     assert tried > 2
 
 
-def test_every_section_is_checked_however_it_is_made():
+def test_a_section_that_code_makes_is_checked_too():
     refuse("lr inf is out of range", OptimConfig, lr=math.inf)
     refuse('key "data.repeats": Expected int. Got value: x', ClsDataConfig, repeats="x")
 
@@ -248,6 +250,7 @@ def test_a_list_has_one_value_at_least():
 
 
 def test_whole_numbers_are_compared_as_such():
+    """As floats, 2**63 - 1 and 2**63 would be equal."""
     assert parse(ClsConfig, "--seed", str(2**63 - 1)).seed == 2**63 - 1
     for wrong in (2**63, 10**400):
         refuse("seed 9223372036854775808|seed 1000", parse, ClsConfig, "--seed", str(wrong))
@@ -312,46 +315,52 @@ def test_a_key_has_no_effect_without_what_it_needs(config_class):
             conditions = [met(condition, keys) for condition in need.split(" or ")]
             unmet = {other: no for other, _, no in conditions}
             assert is_idle(name, need, unmet), (name, need)
-            for other, yes, _ in conditions:  # each of them is enough
+            for other, yes, _ in conditions:  # each condition alone is enough
                 assert not is_idle(name, need, {**unmet, other: yes}), (name, need, other)
             tried += 1
     assert tried > 40 or config_class in (ValidateConfig, OpenedDitConfig, SampleConfig)
 
 
-MODEL = "model.head_budget budget_range"
-# What no `needs` says, because it depends on the router or the optimiser:
-# (configurations, values, keys without effect, keys with one)
-IDLE = [
-    ((ClsConfig, DitConfig), {"model.name": "dit_small_patch2"}, f"{MODEL} model.scope balance_weight", ""),
-    ((ClsConfig, DitConfig), {"model.router": "mae"}, f"{MODEL} balance_weight z_weight", "model.scope block_descent.mode"),
-    ((ClsConfig, DitConfig), {"model.router": "moh"}, "z_weight moa_balance_weight block_descent.gate_lr", f"{MODEL} balance_weight"),
-    ((ClsConfig, DitConfig), {"model.router": "moa"}, "balance_weight", f"{MODEL} z_weight moa_balance_weight"),
-    ((ClsConfig,), {"model.router": "mine"}, "block_descent.mode", f"{MODEL} balance_weight z_weight"),
-    ((ClsConfig,), {"model.router": "mae", "model.router_kwargs": {"mode": "argmax"}}, "block_descent.mode", ""),
-    ((ClsConfig,), {"model.pretrained": "x", "model.convert": {"router": "query_norm"}}, "z_weight", f"{MODEL} balance_weight"),
-    ((LanguageConfig,), {}, f"{MODEL} balance_weight z_weight block_descent.mode", ""),
-    ((LanguageConfig,), {"model.name": "clm_moh_small_75"}, "z_weight", f"{MODEL} balance_weight"),
-    ((LanguageConfig,), {"model.name": "clm_pretrained"}, "z_weight", f"{MODEL} balance_weight"),  # perhaps a run with routers
-    ((LanguageConfig,), {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "balance_weight", "z_weight"),
-    ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, "block_descent.mode", ""),
-    ((LanguageConfig,), {"model.name": "mt_nobcd"}, "", "block_descent.mode block_descent.gate_lr"),
-    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "nesterov"}, "optim.betas optim.eps", "optim.momentum"),
-    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "adan"}, "optim.betas optim.momentum", "optim.eps"),
-    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "muon"}, "", "optim.betas optim.momentum"),
-]  # fmt: skip
+BUDGET = "model.head_budget budget_range"
+VISION = (ClsConfig, DitConfig)
+TRAINING = (ClsConfig, DitConfig, LanguageConfig)
+# Effects that depend on the router or the optimiser, which `needs` cannot express.
+# Case -> (configurations, values, keys without effect, keys with an effect).
+IDLE = {
+    "dense DiT": (VISION, {"model.name": "dit_small_patch2"}, f"{BUDGET} model.scope balance_weight", ""),
+    "mae": (VISION, {"model.router": "mae"}, f"{BUDGET} balance_weight z_weight", "model.scope block_descent.mode"),
+    "moh": (VISION, {"model.router": "moh"}, "z_weight moa_balance_weight block_descent.gate_lr", f"{BUDGET} balance_weight"),
+    "moa": (VISION, {"model.router": "moa"}, "balance_weight", f"{BUDGET} z_weight moa_balance_weight"),
+    "a user's router": ((ClsConfig,), {"model.router": "mine"}, "block_descent.mode", f"{BUDGET} balance_weight z_weight"),
+    "mae argmax": ((ClsConfig,), {"model.router": "mae", "model.router_kwargs": {"mode": "argmax"}}, "block_descent.mode", ""),
+    "converted": ((ClsConfig,), {"model.pretrained": "x", "model.convert": {"router": "query_norm"}}, "z_weight", f"{BUDGET} balance_weight"),
+    "dense text": ((LanguageConfig,), {}, f"{BUDGET} balance_weight z_weight block_descent.mode", ""),
+    "moh text": ((LanguageConfig,), {"model.name": "clm_moh_small_75"}, "z_weight", f"{BUDGET} balance_weight"),
+    # It may turn out to be a run with routers.
+    "pretrained text": ((LanguageConfig,), {"model.name": "clm_pretrained"}, "z_weight", f"{BUDGET} balance_weight"),
+    "moa in cross-attention": ((LanguageConfig,), {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "balance_weight", "z_weight"),
+    "uniform mae": ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, "block_descent.mode", ""),
+    "nobcd": ((LanguageConfig,), {"model.name": "mt_nobcd"}, "", "block_descent.mode block_descent.gate_lr"),
+    "nesterov": (TRAINING, {"optim.name": "nesterov"}, "optim.betas optim.eps", "optim.momentum"),
+    "adan": (TRAINING, {"optim.name": "adan"}, "optim.betas optim.momentum", "optim.eps"),
+    "muon": (TRAINING, {"optim.name": "muon"}, "", "optim.betas optim.momentum"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("config_classes, values, idle, awake", IDLE, ids=str)
-def test_what_depends_on_the_router_and_the_optimiser(config_classes, values, idle, awake):
+@pytest.mark.parametrize("case", IDLE)
+def test_what_depends_on_the_router_and_the_optimiser(case):
+    config_classes, values, idle, effective = IDLE[case]
     for config_class in config_classes:
         found = {name for name, *_ in idle_keys(changed(config_class(), values))}
-        assert set(idle.split()) <= found and not set(awake.split()) & found, config_class
+        assert set(idle.split()) <= found, config_class
+        assert not set(effective.split()) & found, config_class
 
 
-# ---------------------------------------------------------------- help, and keys that are said again
+# ---------------------------------------------------------------- help, and keys that a wing declares again
 
 
 def helped(config_class, argv, capsys):
+    """Return the help that these arguments print."""
     with pytest.raises(SystemExit, match="0"):
         parse_config(config_class, argv, "script.py")
     return capsys.readouterr().out
@@ -374,7 +383,7 @@ def test_every_key_and_its_default_are_shown_in_80_columns(config_class, capsys,
 
 
 def test_nobody_reads_the_help_to_its_end(monkeypatch):
-    """As after `| head`: no line about a broken pipe."""
+    """With standard output closed, as after `| head`, the help ends without a traceback."""
     with refusals.unread(monkeypatch), pytest.raises(SystemExit, match="0"):
         parse_config(ClsConfig, ["--help"], "script.py")
 
@@ -415,7 +424,7 @@ def test_the_whole_text_of_keys_and_sections(config_class, names, shown, capsys)
     refuse(words, parse_config, ClsConfig, ["--help", "modle"], "script.py")
 
 
-def test_a_key_that_is_said_again_keeps_the_rest():
+def test_a_key_with_another_default_keeps_its_text_and_range():
     lr = keys_of(OptimConfig)["lr"]
     language_lr = keys_of(LanguageConfig)["optim.lr"]
     assert lr.default == 1e-3
@@ -427,7 +436,7 @@ def test_a_key_that_is_said_again_keeps_the_rest():
     assert keys_of(DitConfig)["preview.seed"].options["needs"] == ["preview.every"]
     assert DitConfig().model.name == "moh_dit_small_patch2_75"
     assert parse(DitConfig, "--model.depth", "3").model.name == "moh_dit_small_patch2_75"
-    # The defaults are those of Peng 2020.
+    # Block descent has the defaults of Peng 2020.
     assert BlockDescentConfig() == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)
     assert [f.name for f in dataclasses.fields(ClsDataConfig)].count("augment") == 1
 

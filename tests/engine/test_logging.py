@@ -1,4 +1,4 @@
-"""What a run reports: its metrics, a tracker, its starts, and what it prints at its end."""
+"""What a run reports: metrics, a tracker, a line for every start, and the commands that it suggests at its end."""
 
 import contextlib
 import importlib
@@ -63,7 +63,7 @@ def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates
 def test_the_time_left_is_that_of_steps_after_the_first(
     tmp_path, capsys, monkeypatch, every, expected
 ):
-    """The first step, of a minute here, compiles and fills caches; later steps take a second."""
+    """The first step is slow because it compiles and fills caches: here it takes a minute, later steps a second."""
     now = 0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     log = RunLog(tmp_path / "metrics.jsonl", start=0, total=10, enabled=True, title="t")
@@ -93,8 +93,8 @@ def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(caps
 
 
 def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
-    """wandb is not a dependency: a module of its name takes the calls."""
-    PartialState()  # as a script has it
+    """wandb is not a dependency, so a fake module records the calls."""
+    PartialState()  # in a script the accelerator makes it
     started = []
     told = []
 
@@ -129,7 +129,7 @@ def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_p
     (step, values), validation, images, end = told[:4]
     assert step == 0
     assert values["loss"] == 1.5 and "images_per_s" in values
-    assert "grad_norm" not in values  # it is not a number
+    assert "grad_norm" not in values  # it is NaN
     assert validation == (1, {"validation/top1": 50.0}) and end == "finished"
     assert images == (1, {"samples": [(8, 8, 3)] * 4})
 
@@ -193,7 +193,7 @@ def test_commit(tmp_path):
         ).stdout
 
     git("init", "-q")
-    assert commit(tmp_path) is None  # nothing is committed
+    assert commit(tmp_path) is None  # there is no commit yet
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-q", "-m", "first")
@@ -202,7 +202,7 @@ def test_commit(tmp_path):
     (tmp_path / "file").write_text("2")
     assert commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "inside").mkdir()
-    assert commit(tmp_path / "inside") is None  # installed inside somebody's clone
+    assert commit(tmp_path / "inside") is None  # a package installed inside somebody else's clone
 
 
 @pytest.mark.parametrize("command", [*sum(logging.NEXT.values(), ()), *logging.OF_FILES.values()])

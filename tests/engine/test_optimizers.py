@@ -1,4 +1,4 @@
-"""Optimisers by timm's names: what they are given, which weights muon takes, and that a stopped run goes on to the bit."""
+"""Optimisers by timm's names: their defaults, the weights that muon takes, and resuming with the same bits."""
 
 import copy
 
@@ -26,14 +26,14 @@ def test_names():
     assert check_sharded("muon") is None
     words = "optim.name 'adamuon' does not work with FSDP: launch with DDP"
     refuse(words, check_sharded, "adamuon")
-    # kron's random numbers are not in its state.
+    # kron is left out: its state lacks its random numbers, so a run could not resume with the same bits.
     suggestions = dict(adamww="did you mean .*adamw", AdamW="did you mean adamw", kron="")
     for name, words in suggestions.items():
         unknown = f"optim.name '{name}' is not one of timm's optimisers"
         refuse(f"{unknown}.*{words}", OptimConfig, name=name)
 
 
-# What an optimiser takes by itself: (betas, eps, momentum)
+# Name -> default (betas, eps, momentum); None where the optimiser has no such argument.
 DEFAULTS = dict(
     adamw=((0.9, 0.999), 1e-8, None),
     lion=((0.9, 0.99), None, None),
@@ -76,7 +76,7 @@ MODELS = {
     "DiT": small_dit,
     "translation": small_translation_model,
 }
-# Parts of the names of parameters that muon leaves to its fallback.
+# A parameter with one of these in its name is no matrix of a layer; muon updates it by its fallback, AdamW.
 NOT_MATRICES = (".router.", "embed", "head.", "final_layer", "relative_pos", "cpb_", "bias")
 
 
@@ -100,12 +100,13 @@ def test_muon_takes_the_matrices_of_the_layers(family):
 
 
 def test_every_optimiser_goes_on_to_the_bit_from_its_checkpoint(tmp_path):
-    """No gradient of zero moves a weight, as MAE's gates need in joint training."""
+    """Also, with a gradient of zero no optimiser moves a weight: in joint training of MAE the gates rely on that."""
     PartialState(cpu=True)
     start = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     data = torch.randn(4, 16, 6)
 
     def steps(name, model, numbers, run, resumes=False):
+        """Train the steps with these indices, save, and return the state of the optimiser."""
         optimizer = make_optimizer(model, OptimConfig(name=name, weight_decay=0.0))
         state = TrainingState(model, [optimizer])
         state.check_options(name)
@@ -138,7 +139,7 @@ def test_every_optimiser_goes_on_to_the_bit_from_its_checkpoint(tmp_path):
 
 
 def _bits(state):
-    """Return the state of an optimiser as values that compare: type and numbers of a tensor."""
+    """Return the state of an optimiser with tensors as (dtype, list), so that == compares them."""
     found = {}
     for index, values in state.items():
         for key, value in values.items():
@@ -149,7 +150,7 @@ def _bits(state):
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_step_0(tmp_path, capsys, monkeypatch):
-    """An optimiser with an option that no checkpoint can hold loses no step."""
+    """An option that no checkpoint can hold is noticed before any training is lost."""
 
     def with_odd_option(model, optim, undecayed=None):
         optimizer = make_optimizer(model, optim, undecayed)

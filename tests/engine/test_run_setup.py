@@ -1,4 +1,4 @@
-"""The first half of a run: what it says of errors, and the steps that it finds to do."""
+"""The set-up of a run: how it reports errors, and which steps it finds left to do."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from moh_vision.engine.saver import SaveError
 
 
 def setup_of(**parts):
+    """Return a `RunSetup` that has these parts only."""
     given = dict.fromkeys(
         ("command", "config", "accelerator", "signals", "run_folder", "attention")
     )
@@ -27,6 +28,7 @@ def setup_of(**parts):
         (SaveError("a full disk"), False, 1),
         (FloatingPointError("a loss"), False, 1),
     ],
+    ids=["value", "file", "package", "data", "save", "loss"],
 )
 def test_what_a_user_can_mend_is_one_line(error, setting_up, code, capsys):
     with pytest.raises(SystemExit) as stop, setup_of(setting_up=setting_up).reporting():
@@ -41,9 +43,11 @@ def test_what_a_user_can_mend_is_one_line(error, setting_up, code, capsys):
     [
         (ModuleNotFoundError("of ours", name="moh_vision.none"), True),
         (KeyError("of ours"), True),
-        (ValueError("of ours"), False),  # the folder is open: no mistake of a user is left
+        # Once the folder of the run is open, such an error is no longer a user's mistake.
+        (ValueError("of ours"), False),
         (ModuleNotFoundError("of ours", name="transformers"), False),
     ],
+    ids=["a module of ours", "a key", "a value while training", "a package while training"],
 )
 def test_our_mistakes_keep_their_traceback(error, setting_up, capsys):
     with pytest.raises(type(error)) as raised, setup_of(setting_up=setting_up).reporting():
@@ -61,7 +65,7 @@ STEP_4 = Path("run/checkpoints/step_4")
     ids=["a new run", "a run with a checkpoint"],
 )
 def test_the_steps_that_are_left_to_do(found, span):
-    """A sampler is told the same."""
+    """`portion`, the arguments of the sampler, has the same first and last step."""
     optim = SimpleNamespace(batch_size=8, accumulation=2)
     setup = setup_of(
         run_folder=SimpleNamespace(find_checkpoint=lambda steps: found),

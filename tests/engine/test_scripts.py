@@ -1,4 +1,4 @@
-"""The scripts as a user runs them, on the quickstart's configurations made small."""
+"""The scripts as a user runs them, with the quickstart's configurations and smaller models."""
 
 import contextlib
 import io
@@ -41,12 +41,13 @@ STEPS = 30
 
 
 def train(task, output, steps, *more):
+    """Train a small run, "cls" or "dit", that saves every fourth step."""
     script(task).main(arguments(task, output, steps, 4, *more))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with a run of each script, and what they printed."""
+    """Run train_cls.py and train_dit.py; return the folder of both runs and {task: printed text}."""
     folder = tmp_path_factory.mktemp("runs")
     printed = {}
     for task in ("cls", "dit"):
@@ -66,7 +67,7 @@ def test_training_writes_what_it_promises(runs, task):
     assert {"config.yaml", "metrics.jsonl", "checkpoints", *weights} <= written
     checkpoints = run / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step_28", "step_30"]
-    # The model has no gates, and so no second optimiser.
+    # A model without MAE's gates has no second optimiser.
     saved = {path.name for path in (checkpoints / "step_30").iterdir()}
     assert saved == {"model.safetensors", "ema.safetensors", "optimizer.safetensors", "step.json"}
     steps = logged(run)
@@ -90,6 +91,7 @@ def test_checkpointing_computes_each_block_twice_and_changes_no_bit(
     tmp_path, monkeypatch, task, models
 ):
     plain = models.run_block
+    # Value of --checkpointing -> for each call of a block, whether it was checkpointed.
     checkpointed = dict(false=[], true=[])
 
     def run_block(*args, checkpoint=None, **more):
@@ -163,7 +165,7 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
         assert not (tmp_path / "run").exists()
 
 
-# For each case its tasks, and the output folder and options; {run} is a run of 2 steps.
+# Case -> (tasks, output folder and options); {run} is the folder of a run of 2 steps.
 REFUSED_SET_UPS = {
     "another run": ("cls dit text clm", "{run} --seed 1"),
     "a file": ("cls dit text clm", "{run}/config.yaml"),
@@ -197,7 +199,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(trained, tmp_path, capsys, task,
 
 @pytest.mark.parametrize("task", ["cls", "dit"])
 def test_a_step_that_cannot_fit_in_memory_is_refused(tmp_path, capsys, monkeypatch, task):
-    """The system would kill such a run; activation checkpointing keeps much less."""
+    """The system would kill such a run. With activation checkpointing the same step fits."""
     monkeypatch.setattr(set_up, "memory_limit", lambda device: 2**16)
     argv = arguments(task, tmp_path / "run", 1, 1)
     words = "a step of 8 images of 8 x 8 pixels or latents keeps at least "
@@ -210,8 +212,8 @@ def test_a_step_that_cannot_fit_in_memory_is_refused(tmp_path, capsys, monkeypat
 
 
 @pytest.mark.parametrize("name", ["moh_vit_tiny_patch16_224", "moh_transnext_small_75"])
-def test_what_a_forward_surely_keeps(name):
-    """The estimate is at most what a forward keeps."""
+def test_the_estimate_of_kept_activations_is_a_lower_bound(name):
+    """The estimate may not exceed what a forward saves for its backward, or runs that fit would be refused."""
     model = timm.create_model(name, num_classes=3).train()
     images = torch.randn(1, 3, 224, 224)
     least = 4 * least_activations(model, images)
@@ -220,7 +222,7 @@ def test_what_a_forward_surely_keeps(name):
 
 
 def test_a_dry_run_writes_nothing(trained, tmp_path):
-    """Nothing changes in an existing run, whose next steps it describes, and no new folder is made."""
+    """A dry run that resumes a run changes none of its files, and a dry run of a new one makes no folder."""
     for task in ("cls", "dit", "clm"):
         run = shutil.copytree(trained(task, 2), tmp_path / task)
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
@@ -256,8 +258,8 @@ def test_compiled_training_learns_the_same(tmp_path, task, more):
     for compiled in ("false", "true"):
         options = ["--compile", compiled, "--optim.warmup_steps", 0, *more.split()]
         train(task, tmp_path / compiled, 6, *options)
-    one, two = ([e["loss"] for e in logged(tmp_path / compiled)] for compiled in ("false", "true"))
-    assert one == pytest.approx(two, abs=1e-3) and one[0] != one[-1]
+    plain, compiled = ([e["loss"] for e in logged(tmp_path / name)] for name in ("false", "true"))
+    assert plain == pytest.approx(compiled, abs=1e-3) and plain[0] != plain[-1]
 
 
 @pytest.mark.slow
@@ -273,14 +275,13 @@ def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, task):
 
 
 def assert_grid(path, columns, rows):
+    """Assert that a picture has so many columns and rows of 50 pixels, and names of classes at the left."""
     with Image.open(path) as grid:
         assert grid.height == rows * 50 + 2
         assert 0 < grid.width - (columns * 50 + 2) < 40, "the names of the classes"
 
 
-def test_samples_of_digits_are_recognised_and_take_the_place_of_others_where_that_is_asked_for(
-    runs, tmp_path, capsys
-):
+def test_samples_of_digits_are_scored_and_replace_others_with_overwrite(runs, tmp_path, capsys):
     folder = runs[0]
     grid = tmp_path / "grid.png"
     score_file = tmp_path / "scores.json"
@@ -341,11 +342,14 @@ def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
         assert words in refused(capsys, sample.main, *argv)
 
 
-# ---------------------------------------------------------------- pictures and scores of a training
+# ---------------------------------------------------------------- previews and scores while training
 
 
 def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
-    """Weights are those of a run without; the last picture is drawn again, to the bit, from the exported weights."""
+    """A run with previews ends with the weights of a run without them.
+
+    The exported weights draw the last preview again, with the same pixels.
+    """
     schedule = ["--optim.schedule", "cosine", "--optim.warmup_steps", "0"]
     drawn = "--preview.every 2 --preview.images 12 --preview.columns 6 --preview.steps 3".split()
     train("dit", tmp_path / "plain", 4, *schedule)
@@ -373,7 +377,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     assert said == f"preview (ddim, 3 steps, guidance 1.5): {again}"
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(again)) == last).all()
-    # Pictures are no part of what a run is: a run with other preview keys resumes it.
+    # A run may resume with other preview keys.
     more = "--preview.every 5 --preview.steps 1 --preview.classes 7 2 --preview.images 7".split()
     capsys.readouterr()
     train("dit", tmp_path / "drawn", 5, *schedule, *more)
@@ -397,7 +401,7 @@ def test_previews_and_scores_that_fail_are_counted_and_training_goes_on(
         return torch.full((1, 1, 8, 8), math.nan)
 
     def no_scorer(*_, **__):
-        """Make nothing: there is nothing to score."""
+        """Return None in place of a scorer: the images are bad, so none is called."""
 
     monkeypatch.setattr("moh_vision.diffusion.previews.sample_images", bad_images)
     monkeypatch.setattr("moh_vision.diffusion.previews.make_scorer", no_scorer)
@@ -415,7 +419,10 @@ def test_previews_and_scores_that_fail_are_counted_and_training_goes_on(
 def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(
     tmp_path, capsys, monkeypatch
 ):
-    """A trial of a few steps with a configuration for millions is not followed by minutes of sampling; long ones are announced."""
+    """A trial of a few steps with a configuration for millions does not end with minutes of sampling.
+
+    Previews that take long are announced with an estimate of their time.
+    """
     small = ["--preview.images", 40, "--preview.steps", 3]
     short = tmp_path / "short"
     late = "--preview.every 4 --score.every 4 --score.reference nowhere".split()
@@ -436,7 +443,7 @@ def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(
 
 
 def test_scores_while_training(tmp_path, runs, capsys):
-    """The features are those of a classifier run; the weights are those of a run without scores."""
+    """Scores use the features of a classification run, and the run ends with the weights of a run without scores."""
     cls = runs[0] / "cls"
     argv = f"--score.every 2 --score.images 70 --score.steps 2 --score.extractor {cls} --score.split val".split()
     train("dit", tmp_path / "plain", 4)

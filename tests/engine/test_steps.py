@@ -1,3 +1,5 @@
+"""Learning rates, averages of losses, the accelerator's settings, and how a run opens its folder."""
+
 import contextlib
 import os
 import signal
@@ -27,7 +29,7 @@ def test_schedule():
         for step in (0, 9, 10, 15, 20, 30)
     ]
     assert linear == pytest.approx([0.19, 1.0, 1.0, 0.75, 0.5, 0.5])
-    # The rate is continuous at the end of the warm-up.
+    # Step 99 ends the warm-up of inverse_sqrt at the peak; the rate falls from there without a jump.
     falling = [
         learning_rate(step, 2.0, "inverse_sqrt", 100, 1000, 0.0)
         for step in (49, 99, 399, 10_000 - 1)
@@ -54,12 +56,12 @@ def test_losses_are_averaged_over_micro_batches():
 
     accelerator = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
     micro_batches = [losses(0.25, [3.0, 3.0, 3.0]), losses(0.75, [3.0, 0.0, 9.0])]
-    # Ratios are those of the means: their own means would be 0.667 for balance_share, and 0.667 and 0.5 for the heads.
+    # Ratios are computed from means. Means of ratios would be 0.667 for balance_share, and 0.667 and 0.5 for head_usage.
     means = dict(loss=0.5, task_loss=0.125, mse=1.0, balance_share=0.75, head_usage=[[0.5, 0.25]])
     assert average_over_step(accelerator, micro_batches) == means
 
 
-def test_accelerate_told_otherwise_is_refused(monkeypatch, forget_precision):
+def test_settings_of_accelerate_that_contradict_the_configuration(monkeypatch, forget_precision):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     refuse("launched with bf16, but mixed_precision is no", make_accelerator, "no")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -74,6 +76,8 @@ ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: No
 
 @contextlib.contextmanager
 def opened(path, config, fresh=False):
+    """Open the folder of a run with this configuration, and hold its lock within the block."""
+
     def changes(earlier):
         return ["lr: 1 -> 2"] if earlier != config else []
 
@@ -85,6 +89,7 @@ def opened(path, config, fresh=False):
 
 
 def open_here(path, *more, **named):
+    """Open the folder of a run, close it, and return its path."""
     with opened(path, *more, **named):
         return path
 
@@ -95,7 +100,8 @@ def test_open_run(tmp_path):
     open_here(run, {"lr": 1})
     (run / "weights").rename(tmp_path / "weights")
     for lr in (3, 1):
-        open_here(run, {"lr": lr})  # no step was done: another configuration may begin
+        # A run without weights has done no step, so its configuration may change.
+        open_here(run, {"lr": lr})
     (tmp_path / "weights").rename(run / "weights")
     refuse("another configuration: lr: 1 -> 2", open_here, run, {"lr": 2})
     for number in (1, 2):
@@ -119,7 +125,8 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     child = hold(opened, run, {})
     words = f"--output {run}: process {child} on .* is writing there; wait, or take"
     refuse(words, open_here, run, {}, fresh)
-    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(1)  # only reads
+    # A dry run takes no lock.
+    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -132,7 +139,7 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
 ):
     run = tmp_path / "run"
     run.mkdir()
-    for name in (".lock", ".config.yaml.tmp"):
+    for name in (".lock", ".config.yaml.tmp"):  # left by a process that was killed while it began
         (run / name).write_text("")
     open_here(run, {})
     (run / "config.yaml").unlink()

@@ -1,4 +1,4 @@
-"""The logs of configurations that run on a CPU, configs/*/*.jsonl. This writes one, of a finished run:
+"""Write the log that ships with a configuration, configs/*/*.jsonl, from a finished run on a CPU:
 
 MOH_VISION_MEASURE=off OMP_NUM_THREADS=1 python train_cls.py --config configs/quickstart/cls.yaml --log_every 10 --output RUN
 python tests/golden/reference_logs.py RUN quickstart/cls
@@ -11,7 +11,7 @@ from pathlib import Path
 from moh_vision.commands.publish import without_paths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# What says nothing of the losses, or more of the machine than of the run.
+# Keys of metrics.jsonl that a log leaves out: they say nothing of the losses, or depend on the machine.
 LEFT_OUT = {
     "head_usage",
     "skipped",
@@ -24,6 +24,7 @@ LEFT_OUT = {
 
 
 def kept(row: dict) -> dict:
+    """Return an entry of metrics.jsonl without the keys that a log leaves out, at any depth."""
     row = {k: v for k, v in row.items() if k not in LEFT_OUT and not k.startswith("failed_")}
     return {k: kept(v) if isinstance(v, dict) else v for k, v in row.items()}
 
@@ -33,7 +34,7 @@ def lines_of(file: Path) -> list[dict]:
 
 
 def write(run: Path, name: str) -> None:
-    start, *_ = lines_of(run / "environment.jsonl")  # a resumed run has several
+    start = lines_of(run / "environment.jsonl")[0]  # a resumed run has further lines
     about = {key: start[key] for key in ("date", "device", "commit", "versions")}
     rows = [
         dict(step=0, command=without_paths(start["command"]), **about),

@@ -1,6 +1,6 @@
-"""Twenty steps of every family have the losses that were recorded.
+"""Twenty steps of every family of models have the losses that were recorded.
 
-What changes them on purpose records them anew, and its commit says why they moved:
+A change that is meant to move the losses records them anew, and its commit says why they moved:
 
     python -m pytest tests/golden --record-curves [-k CASE]
 """
@@ -29,16 +29,19 @@ def test_losses_are_as_recorded(case, data, tmp_path, pytestconfig):
         pytest.skip(f"recorded {case}.json")
     record = recorded(case)
     where = f"recorded on {record['recorded_on']}\nnow on      {curves.about()}"
-    meant = f"if it was meant to change: --record-curves -k {case}, and say in the commit why the curve moved"
+    advice = f"if it was meant to change: --record-curves -k {case}, and say in the commit why the curve moved"
     expected = curves.as_recorded(record["curves"], record["tolerance"])
     assert curves.by_step(found) == expected, (
-        f"{case} trains otherwise than recorded\n{where}\n{meant}"
+        f"{case} trains otherwise than recorded\n{where}\n{advice}"
     )
 
 
 @pytest.mark.parametrize("case", ["vit_moh_token", "dit_pixels_sample"])
 def test_float32_follows_with_and_without_compiled_operators(case, path, data, tmp_path):
-    """As a user runs it, from the same weights and draws. Of these two, no head is chosen otherwise for a rounding."""
+    """A run in float32, as users have it, follows the curve in float64 from the same weights and random numbers.
+
+    In these two cases rounding never changes which heads are chosen, so the curves stay close.
+    """
     found = curves.curve(case, data, tmp_path / "run", double=False, more="--model.executor packed")
     loss = dict(loss=recorded(case)["curves"]["loss"])
     assert curves.by_step(dict(loss=found["loss"])) == curves.as_recorded(

@@ -1,4 +1,4 @@
-"""The logs that ship with configurations: where they come from, and that their runs still begin as they did."""
+"""The logs that ship with configurations say where they come from, and their runs still begin in the same way."""
 
 import re
 
@@ -9,10 +9,10 @@ from tests.golden.reference_logs import CONFIGS, kept, lines_of
 from tests.support import golden_curves as curves
 
 LOGS = sorted(CONFIGS.glob("*/*.jsonl"))
-STEPS = (
-    11  # the logged steps 1 and 11, within the warm-up, so that max_steps changes no learning rate
-)
-TOLERANCE = 0.02  # relative: processors and thread counts round differently, and a head that wins by a bit may lose
+# Steps 1 and 11 are logged. Both are within the warm-up, so a run that ends at 11 has the same learning rates.
+STEPS = 11
+# Relative. Other processors and numbers of threads round differently, which can change which of two close heads runs.
+TOLERANCE = 0.02
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: f"{log.parent.name}/{log.stem}")
@@ -23,7 +23,8 @@ def test_a_log_is_small_and_says_what_was_run(log):
     assert re.search(
         rf"--config (configs/)?{log.parent.name}/{log.stem}(\.yaml)? ", about["command"]
     )
-    assert not re.search(r"(?<![\w.])/\w", about["command"])  # no place of the machine
+    # The command has no absolute path of somebody's machine.
+    assert not re.search(r"(?<![\w.])/\w", about["command"])
     steps = [step for step, _ in read_curves(log)[0]["training"]]
     assert steps[:3] == [1, 11, 21] and len(steps) > 4 and rows == list(map(kept, rows))
 
@@ -31,16 +32,14 @@ def test_a_log_is_small_and_says_what_was_run(log):
 @pytest.mark.parametrize("name", ["quickstart/cls", "quickstart/dit"])
 def test_runs_begin_as_they_did(name, tmp_path):
     script = curves.train_cls if name.endswith("cls") else curves.train_dit
-    short = f"--config {name} --output {tmp_path}/run --log_every 10 --max_steps {STEPS} --optim.schedule constant"
-    script.main(short.split())
+    options = f"--config {name} --output {tmp_path}/run --log_every 10 --max_steps {STEPS} --optim.schedule constant"
+    script.main(options.split())
     shipped = lines_of(CONFIGS / f"{name}.jsonl")[1:3]
     found = lines_of(tmp_path / "run" / "metrics.jsonl")[:2]
-    for was, now in zip(shipped, found, strict=True):
-        assert was["step"] == now["step"] and was["lr"] == pytest.approx(now["lr"])
+    for expected, row in zip(shipped, found, strict=True):
+        assert row["step"] == expected["step"] and row["lr"] == pytest.approx(expected["lr"])
         for key in ("loss", "balance_loss", "mse", "grad_norm"):
-            if key in was:
+            if key in expected:
                 tolerance = 5 * TOLERANCE if key == "grad_norm" else TOLERANCE
-                assert now[key] == pytest.approx(was[key], rel=tolerance, abs=1e-3 * tolerance), (
-                    was,
-                    now,
-                )
+                close = pytest.approx(expected[key], rel=tolerance, abs=1e-3 * tolerance)
+                assert row[key] == close, (expected, row)

@@ -1,4 +1,4 @@
-"""Folders and labels that make no sense: one message that names the path and what is allowed, and no waiting."""
+"""Wrong folders and labels are refused at once, in one message that names the path and what is allowed."""
 
 import functools
 import os
@@ -31,6 +31,7 @@ def test_class_names_that_are_too_few_or_no_text(tmp_path):
 
 
 def not_opened(root, words, error=ValueError):
+    """Expect that opening the training split of `root` fails with `words` in the message."""
     refuse(words, open_source, str(root), "train", error=error)
 
 
@@ -44,10 +45,8 @@ def test_empty_folders(tmp_path, capsys):
     not_opened(root, f"^{root}/train holds no images")
     (root / "train" / "cat").mkdir()
     not_opened(root, f"{root}/train/cat holds no images .*.jpg")
-    assert (
-        convert(root, tmp_path / "out") == 2
-        and "cat holds no images (.jpg" in capsys.readouterr().err
-    )
+    assert convert(root, tmp_path / "out") == 2
+    assert "cat holds no images (.jpg" in capsys.readouterr().err
     root = write_folder(tmp_path / "one")
     for file in (root / "train" / "dog").iterdir():
         file.unlink()
@@ -58,10 +57,13 @@ def test_empty_folders(tmp_path, capsys):
     not_opened(empty, f"{empty}.*hold no samples")
 
 
+# Script -> the files of its run that are damaged.
+# Script -> the files of its run that the test damages.
 RECORDS = {
     "cls": ["config.yaml", "metrics.jsonl", "attention.json", "data.json", "environment.jsonl"],
     "clm": ["config.yaml", "metrics.jsonl", "data.json", "tokenizer.json"],
 }
+# What replaces the content of a file.
 CONTENTS = {
     "nothing": b"",
     "null": b"null\n",
@@ -82,7 +84,7 @@ CONTENTS = {
     [(script_name, name) for script_name in RECORDS for name in RECORDS[script_name]],
 )
 def test_damaged_records_of_a_run_are_named(trained, tmp_path, capsys, script_name, name, content):
-    """Training goes on without what is no more than a log's torn line, or refuses the file in one line."""
+    """Training resumes if only a log line is lost; otherwise one line names the damaged file."""
     run = shutil.copytree(trained(script_name, 2), tmp_path / "run")
     (run / name).write_bytes(CONTENTS[content])
     command = functools.partial(script(script_name).main, arguments(script_name, run, 3, 100))
@@ -95,15 +97,14 @@ def test_damaged_records_of_a_run_are_named(trained, tmp_path, capsys, script_na
         assert f"{run / name}" in error or f"{run} holds a run with another" in error, error
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
+def test_a_pipe_among_the_files_is_refused_without_waiting(tmp_path, capsys):
+    """Opening a pipe would block until somebody writes to it."""
     folder = write_folder(tmp_path / "folder")
     shards = write_shards(tmp_path / "shards")
     os.mkfifo(folder / "train" / "cat" / "9.png")
     os.mkfifo(shards / "train-000009.tar")
-    assert (
-        convert(folder, tmp_path / "out") == 2
-        and "cat/9.png: not a file but a folder, pipe" in capsys.readouterr().err
-    )
+    assert convert(folder, tmp_path / "out") == 2
+    assert "cat/9.png: not a file but a folder, pipe" in capsys.readouterr().err
     not_opened(folder, "9.png: not a file")
     not_opened(shards, "9.tar: not a file")
 
@@ -131,11 +132,7 @@ def test_fewer_images_than_a_batch_and_fewer_shards_than_workers(tmp_path, worke
         group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3
     )
     order = PositionSampler(source.shard_sizes, **order_options)
-    seen = np.concatenate(
-        [batch["labels"].numpy() for batch in training_loader(images, order, workers)]
-    )
-    assert len(seen) == 21 and np.bincount(seen).tolist() == [
-        7,
-        7,
-        7,
-    ]  # epochs follow each other inside a batch
+    batches = training_loader(images, order, workers)
+    seen = np.concatenate([batch["labels"].numpy() for batch in batches])
+    # A batch of 7 spans several epochs of 3 images, one of each class.
+    assert len(seen) == 21 and np.bincount(seen).tolist() == [7, 7, 7]

@@ -1,4 +1,4 @@
-"""Bad images: read rightly, or named, or counted to the sample."""
+"""Odd images are decoded correctly; unreadable ones are named in an error, or counted exactly and left out."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from tests.support.small_runs import SMALL
 
 
 def png(width, height, depth, color, rows) -> bytes:
-    """A PNG whose pixel data are `rows`, compressed."""
+    """Return a PNG file; `rows` are its filtered pixel rows, still to be compressed."""
     out = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     for chunk_type, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b"")):
@@ -48,7 +48,7 @@ def png(width, height, depth, color, rows) -> bytes:
 
 
 def bomb(width=30_000, height=30_000) -> bytes:
-    """A whole and valid image: black, one bit a pixel, a thousandth of the size."""
+    """Return a valid black PNG of one bit a pixel, whose file is a thousandth of the size of its pixels."""
     return png(width, height, 1, 0, bytes((1 + -(-width // 8)) * height))
 
 
@@ -65,6 +65,7 @@ def cut(percent) -> bytes:
     return PHOTO[: len(PHOTO) * percent // 100]
 
 
+# File name -> (its bytes, a pattern that the error contains).
 REFUSED = {
     "empty.jpg": (b"", r"cannot identify the image format \(0 bytes\)"),
     "text.jpg": (b"not an image at all", r"cannot identify the image format \(19 bytes\)"),
@@ -79,7 +80,8 @@ REFUSED = {
     ),
     "script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
 }
-# Others: tests/data/test_decode.py.
+# File name -> (its bytes, the expected image, the largest allowed difference of a pixel). tests/data/test_decode.py has
+# the usual formats.
 READ = {
     "colour16.png": (
         png(1, 1, 16, 2, b"\0\xff\xff\x80\x00\x00\x00"),
@@ -108,9 +110,8 @@ def test_what_is_odd_is_read_rightly(name):
     data, expected, tolerance = READ[name]
     image = decode_image(data, name)
     assert (image.size, image.mode) == (expected.size, expected.mode)
-    assert (
-        np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int)).max() <= tolerance
-    )
+    difference = np.asarray(image).astype(int) - np.asarray(expected).astype(int)
+    assert np.abs(difference).max() <= tolerance
 
 
 def labelled(source, **more):
@@ -118,7 +119,7 @@ def labelled(source, **more):
 
 
 def trained_on(source, size, steps, counted=None, workers=0):
-    """How many images each batch of a training has."""
+    """Load the batches of `steps` training steps and return how many images each has."""
     order_options = dict(
         group=1, seed=0, batch_size=size, accumulation=1, rank=0, world=1, start=0, stop=steps
     )
@@ -129,7 +130,7 @@ def trained_on(source, size, steps, counted=None, workers=0):
 
 
 def evaluated(source, counted):
-    """How many of all images an evaluation sees."""
+    """Return how many images of `source` an evaluation can read; `counted` collects the unreadable ones."""
     batches = evaluation_loader(
         labelled(source, replace=False), [list(range(len(source)))], 0, counted
     )
@@ -137,7 +138,7 @@ def evaluated(source, counted):
 
 
 def test_every_bad_image_is_counted_and_left_out(tmp_path):
-    """12 good images of two classes, and the nine bad ones."""
+    """The folder holds 12 good images of two classes and all nine of `REFUSED`."""
     root = write_folder(tmp_path, train=6, val=1)
     for name, (data, _) in REFUSED.items():
         (root / "train" / "dog" / name).write_bytes(data)
@@ -154,7 +155,7 @@ def test_every_bad_image_is_counted_and_left_out(tmp_path):
 def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
     counted = BadSamples(total, fraction)
     counted.check([(i, f"{i}.png: bad") for i in range(allowed)])
-    counted.check([(0, "0.png: bad")])  # the same one again is no other
+    counted.check([(0, "0.png: bad")])  # a sample that is met again is not counted again
     with one_line(
         rf"new.png: bad \({allowed + 1} unreadable so far, .*{fraction} of {total}", UnreadableImage
     ):
@@ -163,7 +164,7 @@ def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
 
 @pytest.mark.parametrize("layout", ["folder", "shards"])
 def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, layout):
-    """The message names file, or shard and member, and tells of a larger fraction, which the same command then takes."""
+    """The error names the bad image and the fraction that would allow it; with that fraction the run resumes."""
     root = write_folder(tmp_path / "images", train=8, val=1)
     bad = "dog/3.png"
     if layout == "shards":
@@ -171,46 +172,39 @@ def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, layout):
         bad = "train-000001.tar, a/long.name/9.png at byte "
         for end, data in (("png", b"bad"), ("cls", b"0")):
             append(root / "train-000001.tar", f"a/long.name/9.{end}", data)
-    argv = [
-        *SMALL["dit"].split(),
-        "--data.root",
-        root,
-        "--data.img_size",
-        8,
-        "--output",
-        tmp_path / "run",
-    ]
-    argv = [str(a) for a in (*argv, "--preview.every", 0, "--optim.batch_size", 4, "--max-steps")]
+    argv = SMALL["dit"].split()
+    argv += ["--data.root", str(root), "--output", str(tmp_path / "run")]
+    argv += "--data.img_size 8 --preview.every 0 --optim.batch_size 4 --max-steps".split()
     dit.main([*argv, "1"])
     if layout == "folder":
         (root / "train" / bad).write_bytes(b"bad")
-    assert bad in (line := refused(capsys, dit.main, *argv, 8)) and "; 0.063 allows these)" in line
+    line = refused(capsys, dit.main, *argv, 8)
+    assert bad in line and "; 0.063 allows these)" in line
     dit.main([*argv, "8", "--data.max_bad_fraction", "0.063"])
     assert "resuming" in capsys.readouterr().out
     assert "max_bad_fraction: 0.063" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-# ---------------------------------------------------------------- bombs
+# ---------------------------------------------------------------- small files of huge images
 
 
 def cost(work) -> SimpleNamespace:
-    """What a piece of work, in a fork, costs: seconds, MiB by which the peak of resident memory grew; and its result."""
+    """Call `work` in a fork and return its seconds, the MiB by which peak resident memory grew, and its result.
+
+    The result of a call that fails is the text of its error.
+    """
     reader, writer = os.pipe()
 
     def resident(key):
-        return (
-            next(
-                int(line.split()[1])
-                for line in open("/proc/self/status")
-                if line.startswith(f"{key}:")
-            )
-            / 1024
-        )
+        """Return an entry of /proc/self/status in MiB."""
+        lines = open("/proc/self/status")
+        kib = next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+        return kib / 1024
 
     def measured():
         before = resident("VmRSS")
         since = time.monotonic()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, the peak
         try:
             result = work()
         except (ValueError, OSError) as error:
@@ -226,28 +220,31 @@ def cost(work) -> SimpleNamespace:
         return SimpleNamespace(**json.load(file))
 
 
-@pytest.mark.parametrize("door", ["training", "shards", "shards with a size", "latents", "scores"])
-def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
+@pytest.mark.parametrize(
+    "reader", ["training", "shards", "shards with a size", "latents", "scores"]
+)
+def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, reader):
     root = write_folder(tmp_path, classes=("cat",), train=1, val=1)
     path = root / "train" / "cat" / "0.png"
     data = bomb()
     path.write_bytes(data)
     source = open_source(str(root), "train")
     crop = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3, fit="crop")
-    works = {
+    calls = {
         "training": lambda: source.image(0),
         "shards": lambda: encode_sample(data, None, 95),
         "shards with a size": lambda: encode_sample(data, 256, 95),
         "latents": lambda: LabelledImages(source, crop, 0, replace=False)[0, 0]["bad"][0][1],
         "scores": lambda: next(ScoredFolder(path.parent).batches(4)),
     }
-    spent = cost(works[door])
-    assert "900000000 pixels" in spent.result and ("shards" in door or str(path) in spent.result)
+    spent = cost(calls[reader])
+    assert "900000000 pixels" in spent.result and ("shards" in reader or str(path) in spent.result)
     assert spent.seconds <= 1 and spent.mib <= 200, spent
 
 
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
 def test_a_thread_of_pixels_is_not_enlarged_to_gigabytes(size):
+    """Resizing the short side of 1 pixel to 256 would make the long side 15 million pixels."""
     picture = decode_image(encoded(Image.new("RGB", size, (9, 8, 7))), "thread.png")
     cfg = dict(
         mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bicubic", crop_pct=0.875, crop_mode="center"
@@ -271,10 +268,8 @@ def test_files_deleted_while_reading_are_counted(tmp_path):
         (root / "train" / name).unlink()
     for workers in (0, 1):
         counted = BadSamples(20, 0.1)
-        assert trained_on(source, 10, 2, counted, workers) == [10, 10] and set(counted.seen) == {
-            3,
-            17,
-        }
+        assert trained_on(source, 10, 2, counted, workers) == [10, 10]
+        assert set(counted.seen) == {3, 17}
     refuse("(3|7).png: No such file", trained_on, source, 10, 2, error=UnreadableImage)
 
 
@@ -287,12 +282,12 @@ def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
         shard.unlink()
     elif fault == "cut":
         os.truncate(shard, 2000)
-    elif fault != "replaced":
-        source.image(19)
-        os.truncate(shard, int(source.offset[10]) + 10)
-    else:
+    elif fault == "replaced":
         other = write_shards(tmp_path / "other", count=20, classes=2)
         os.replace(other / "train-000001.tar", shard)
+    else:
+        source.image(19)  # opens the shard
+        os.truncate(shard, int(source.offset[10]) + 10)
     assert source.image(3).size == (6, 4)
     words = r"train-000001.tar.*(No such file|has changed since its index|at byte \d+: \d+ bytes of \d+ are there)"
     refuse(words, source.image, 13, error=UnreadableImage)

@@ -1,4 +1,7 @@
-"""Tar shards that are cut off, damaged or hostile: refused by name, nothing lost in silence, nothing written outside."""
+"""Tar shards that are cut off, damaged or hostile are refused by name.
+
+No sample is lost in silence, and nothing is written outside of the shards' folder.
+"""
 
 import itertools
 import os
@@ -24,18 +27,18 @@ PNG = encoded(gradient())
 
 
 def padded(member):
-    """Where the data of a member end, filled up to whole blocks."""
+    """Return the byte at which a member ends: its data are padded to whole blocks of 512 bytes."""
     return member.offset_data + -(-member.size // 512) * 512
 
 
 @pytest.mark.parametrize("layout", ["webdataset", "pax", "gnu"])
 def test_a_tar_cut_at_100_places(tmp_path, layout):
-    """Every cut is refused with the file's name, but those in the padding behind the end mark, which lose nothing."""
+    """Every cut that loses something is refused with the file's name. Behind the end mark a cut only loses padding."""
     whole = tmp_path / "whole.tar"
     if layout == "webdataset":
         (write_shards(tmp_path / "d", count=12, per_shard=12) / "train-000000.tar").rename(whole)
     else:
-        long = "very/long/" * 15  # takes a header of its own
+        long = "very/long/" * 15  # a name of this length takes an additional header
         members = [
             (f"{long}{i}.{end}", data)
             for i in range(12)
@@ -46,8 +49,8 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
     with tarfile.open(whole) as tar:
         end = max(map(padded, tar))
     rng = cases(100, f"cuts of {layout}")
-    # Ends of members and of headers are where a cut is hardest to see.
-    edges = [k for k in range(0, end + 1, 512)]
+    # A cut between two blocks is the hardest to detect: members and headers end there.
+    edges = list(range(0, end + 1, 512))
     cuts = [*rng.sample(edges, 30), end, end + 1, end + 511, end + 512]
     cuts += [rng.randrange(len(data)) for _ in range(66)]
     folder = tmp_path / "cut"
@@ -58,9 +61,9 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
         try:
             found = Shards(str(folder), "train")
         except ValueError as error:
-            assert str(error).startswith(str(folder / "train-000000.tar")) and "\n" not in str(
-                error
-            ), (cut, error)
+            message = str(error)
+            names_file = message.startswith(str(folder / "train-000000.tar"))
+            assert names_file and "\n" not in message, (cut, error)
             refused += 1
         else:
             assert cut >= end + 512 and len(found) == 12 and found.image(11).size, cut
@@ -69,13 +72,17 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
 
 
 def zeroed(data, first, end=None):
-    return data[:first] + bytes(len(data[first:end])) + data[first:][len(data[first:end]) :]
+    """Return `data` with zeros in place of the bytes first to end."""
+    count = len(data[first:end])
+    return data[:first] + bytes(count) + data[first + count :]
 
 
 def flipped(data, offset):
+    """Return `data` with the lowest bit of one byte flipped."""
     return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
+# Fault -> changes the bytes of a tar whose members are `m`; returns them, and what the error says.
 TORN = {
     "a bit of a header": lambda data, m: (flipped(data, m[20].offset + 5), "cut off or damaged behind member 20, at byte {offset} "),
     "a header": lambda data, m: (zeroed(data, m[20].offset, m[20].offset_data), "byte {data} is not zero, .* byte {offset}"),
@@ -89,7 +96,7 @@ TORN = {
 @pytest.mark.parametrize("reader", ["exact", "stream", "pipe"])
 @pytest.mark.parametrize("fault", TORN)
 def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, reader):
-    """A power cut or a torn download leaves blocks of zeros; cat joins tars. What stands behind was lost in silence."""
+    """A power cut or a torn download leaves blocks of zeros; cat joins tars. tarfile would silently stop reading there."""
     path = write_shards(tmp_path / "d", count=40, per_shard=40) / "train-000000.tar"
     with tarfile.open(path) as tar:
         listed = tar.getmembers()
@@ -102,12 +109,12 @@ def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, reader):
         assert not list((tmp_path / "d").glob(".*"))
     else:
         url = f"pipe:cat {path}" if reader == "pipe" else str(path)
+        samples = ShardStream([url], ["a", "b", "c"], 40, "some").samples(0, 0, 1)
         with one_line(f"^{url}: {words}"):
-            list(
-                itertools.islice(
-                    ShardStream([url], ["a", "b", "c"], 40, "some").samples(0, 0, 1), 100
-                )
-            )
+            list(itertools.islice(samples, 100))
+
+
+# Ways to write a tar of one sample: write(path, size), with an image that has `size` bytes more than PNG.
 
 
 def with_tarfile(form):
@@ -122,25 +129,38 @@ def with_webdataset(path, size):
 
 
 def with_program(name, *options):
+    """Return a writer that calls a program, or None if it is not installed."""
+    if not shutil.which(name):
+        return None
+
     def write(path, size):
         folder = path.parent.parent
         (folder / "0.cls").write_bytes(b"0")
         (folder / "0.png").write_bytes(PNG + bytes(size))
         subprocess.run([name, *options, "-cf", path, "0.cls", "0.png"], cwd=folder, check=True)
 
-    return pytest.param(
-        write, marks=pytest.mark.skipif(not shutil.which(name), reason=f"no {name} here")
-    )
+    return write
+
+
+WRITERS = {
+    "webdataset": with_webdataset,
+    "tarfile pax": with_tarfile(tarfile.PAX_FORMAT),
+    "tarfile gnu": with_tarfile(tarfile.GNU_FORMAT),
+    "tarfile ustar": with_tarfile(tarfile.USTAR_FORMAT),
+    "tar": with_program("tar"),
+    "tar -b1": with_program("tar", "-b1"),
+    "tar -b7": with_program("tar", "-b7"),
+    "bsdtar": with_program("bsdtar"),
+}
 
 
 @pytest.mark.parametrize("blocks", ["all", "one"])
-@pytest.mark.parametrize(
-    "write",
-    [with_webdataset, *map(with_tarfile, (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT)),
-     with_program("tar"), with_program("tar", "-b1"), with_program("tar", "-b7"), with_program("bsdtar")],
-)  # fmt: skip
-def test_what_tar_writes_at_the_end_is_taken(tmp_path, write, blocks):
-    """Every number of zeros that fills up a record, and a single block of them, by which other programs end a tar."""
+@pytest.mark.parametrize("program", WRITERS)
+def test_what_tar_writes_at_the_end_is_taken(tmp_path, program, blocks):
+    """A tar may end with any number of zero blocks that fill up its record, or with a single one."""
+    write = WRITERS[program]
+    if write is None:
+        pytest.skip(f"no {program} here")
     folder = tmp_path / "d"
     folder.mkdir()
     for number in range(21):
@@ -166,12 +186,12 @@ def test_names_that_point_elsewhere_are_only_names(tmp_path, prefix):
     before = tree(tmp_path)
     source = Shards(str(folder), "train")
     assert len(source) == 1 and source.image(0).size == (12, 8)
-    assert tree(tmp_path) - before == {"deep/d/.train-000000.tar.index.npy"} and not os.path.exists(
-        "/outside"
-    )
+    assert tree(tmp_path) - before == {"deep/d/.train-000000.tar.index.npy"}
+    assert not os.path.exists("/outside")
 
 
 def tree(folder):
+    """Return the relative paths of all that is in `folder`."""
     return {str(p.relative_to(folder)) for p in folder.rglob("*")}
 
 
@@ -195,40 +215,43 @@ def test_links_and_devices_are_no_images(tmp_path, member):
     with tarfile.open(path, "a") as tar:
         tar.addfile(LINKS[member])
     refuse("train-000000.tar: sample 1 has no image", Shards, str(folder), "train")
-    shard(path, [("1.jpg", PNG)], "a")  # beside a real image it is passed over
+    shard(path, [("1.jpg", PNG)], "a")  # now the sample has an image, and the link is ignored
     source = Shards(str(folder), "train")
     assert len(source) == 2 and source.image(1).size == (12, 8)
     assert tree(tmp_path) - before == {"d/.train-000000.tar.index.npy"}
 
 
 def of_size(size):
-    """A header that says so, and some bytes behind it."""
+    """Return a tar header that claims a member of `size` bytes, and 2048 bytes behind the header."""
     header = tarfile.TarInfo("1.png").tobuf(tarfile.GNU_FORMAT)
-    field = (
-        (b"\x80" + size.to_bytes(11, "big"))
-        if size > 0
-        else (b"\xff" + (size + 256**11).to_bytes(11, "big"))
-    )
+    # GNU's form for sizes that do not fit in octal digits, negative ones included.
+    if size > 0:
+        field = b"\x80" + size.to_bytes(11, "big")
+    else:
+        field = b"\xff" + (size + 256**11).to_bytes(11, "big")
     header = header[:124] + field + header[136:]
+    # The checksum of the header counts its own 8 bytes as spaces.
     total = sum(header[:148]) + 8 * 32 + sum(header[156:])
     return header[:148] + b"%06o\0 " % total + header[156:] + bytes(2048)
 
 
 def sample(*members, mode="w"):
-    """Bytes of a tar of a sample and more."""
+    """Return the bytes of a tar with the image 0.png and `members`, which are pairs (name, data)."""
     with tempfile.NamedTemporaryFile() as file:
         return Path(shard(file.name, [("0.png", PNG), *members], mode)).read_bytes()
 
 
 def labelled(label, words):
+    """Return a case of `REFUSED`: a sample with this label, and the pattern of its error."""
     return sample(("0.cls", label)), f"0.cls holds .*{words}"
 
 
 IMPOSSIBLE = r"(cut off within 1.png|1.png is a sparse|not a readable tar)"
 TWICE = "{} is a second (image|label) of the same sample"
+# Case -> (the bytes of a tar, a pattern that the error contains).
 REFUSED = {
     **{f"{size} bytes": (of_size(size), IMPOSSIBLE) for size in (2**62, 2**40, -512, -(2**40))},
-    # Its offsets would be read from the compressed bytes.
+    # tarfile could read it, but the index has offsets into the file as it is on disk.
     "compressed": (sample(("0.cls", b"0"), mode="w:gz"), "not a readable tar file, uncompressed"),
     "nothing": (b"", "not a readable tar file"),
     **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), TWICE.format(name)) for name in ("0.png", "0.jpg", "0.cls")},
@@ -250,25 +273,22 @@ def test_tars_that_are_refused(tmp_path, case):
     refuse(f"train-000000.tar: {words}", Shards, str(tmp_path), "train")
 
 
-# ---------------------------------------------------------------- the record of what was written
+# ---------------------------------------------------------------- the record of the shards, train.shards.json
 
 
 @pytest.fixture
 def written(tmp_path):
-    """Shards of four samples, and their record."""
-    assert (
-        convert(
-            write_folder(tmp_path / "images", train=6, val=1),
-            tmp_path / "d",
-            "--samples-per-shard 4",
-        )
-        == 0
-    )
+    """Write shards of four samples each, with their record, and return the folder."""
+    images = write_folder(tmp_path / "images", train=6, val=1)
+    assert convert(images, tmp_path / "d", "--samples-per-shard 4") == 0
     return tmp_path / "d"
 
 
+# Faults: each damages a shard and returns the error that its reader should raise.
+
+
 def tear(folder):
-    """The zeros at the end are as many as tar writes: only the record knows of the sample that was there."""
+    """Replace the last sample by zeros. The tar still looks complete: only the record says that a sample is missing."""
     path = folder / "train-000001.tar"
     with tarfile.open(path) as tar:
         last = tar.getmembers()[-2]
@@ -284,33 +304,23 @@ def shorten(folder):
 
 @pytest.mark.parametrize("fault", [tear, shorten])
 @pytest.mark.parametrize("url", ["{}/train-000001.tar", "pipe:cat {}/train-000001.tar"])
-def test_a_stream_is_what_its_record_says(written, capsys, fault, url):
+def test_a_stream_is_compared_with_its_record(written, capsys, fault, url):
     words = fault(written).partition(": ")[2]
     url = url.format(written)
-    size = "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8"
-    argv = [
-        *size.split(),
-        *f"--optim.batch_size 4 --max-steps 9 --output {written}/run --data.root {written}".split(),
-    ]
-    argv += [
-        "--data.exact_order",
-        "false",
-        "--data.workers",
-        0,
-        "--data.stream",
-        url,
-        "--model.head_budget",
-        "0.5",
-    ]
-    assert f"error: {url}: {words}\n" in refused(
-        capsys, dit.main, "--model.name", "moh_dit_small_patch2_75", *argv
-    )
+    argv = (
+        "--model.name moh_dit_small_patch2_75 --model.depth 1 --model.embed_dim 32 --model.num_heads 2 "
+        "--model.head_budget 0.5 --data.img_size 8 --data.exact_order false --data.workers 0 "
+        f"--optim.batch_size 4 --max-steps 9 --output {written}/run --data.root {written} --data.stream"
+    ).split()
+    assert f"error: {url}: {words}\n" in refused(capsys, dit.main, *argv, url)
 
 
-# ---------------------------------------------------------------- the index beside them
+# ---------------------------------------------------------------- the index of a shard
 
 
 def changed(row, column, value):
+    """Return a function that sets one number of an index."""
+
     def change(table):
         table[row, column] = value
         return table
@@ -319,13 +329,14 @@ def changed(row, column, value):
 
 
 ANOTHER = "was changed since the index"
+# Case -> (makes the damaged index, or the bytes of its file, from a good one; what the error says).
 CHANGES = {
     "offset": (changed(1, 0, -5), "samples outside"),
     "size": (changed(1, 1, 2**62), "samples outside"),
     "sum": (lambda t: changed(1, 1, 3)(changed(1, 0, 2**62)(t)), "samples outside"),
     "label": (changed(1, 2, -2), "or labels outside of -1 to 999999"),
     "another version": (changed(0, 0, 1), "of another version"),
-    "kind": (lambda t: t.astype(np.float32), "of another version"),
+    "dtype": (lambda t: t.astype(np.float32), "of another version"),
     "missing": (lambda t: t[:, :2], "of another version"),
     "empty": (lambda t: t[:0], "that can be read"),
     "objects": (lambda t: np.array([{}], object), "that can be read"),
@@ -342,8 +353,11 @@ def test_an_index_that_cannot_be_right_is_named(tmp_path, change):
     index = folder / ".train-000001.tar.index.npy"
     make, words = CHANGES[change]
     damaged = make(np.load(index))
-    index.write_bytes(damaged) if isinstance(damaged, bytes) else np.save(index, damaged)
-    told = f"{index}: not an index .*{words}.*; delete it to build it again"
+    if isinstance(damaged, bytes):
+        index.write_bytes(damaged)
+    else:
+        np.save(index, damaged)
+    message = f"{index}: not an index .*{words}.*; delete it to build it again"
     if words == ANOTHER:
-        told = f"train-000001.tar {words} {index} was made; delete the index to build it again"
-    refuse(told, Shards, str(folder), "train")
+        message = f"train-000001.tar {words} {index} was made; delete the index to build it again"
+    refuse(message, Shards, str(folder), "train")

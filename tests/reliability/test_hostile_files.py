@@ -1,4 +1,4 @@
-"""Every place that reads a file, given a pickle that would run code, which never runs, or its own file damaged."""
+"""All code that reads a file is given a pickle, whose code must never run, and a damaged file of its own format."""
 
 import argparse
 import ast
@@ -44,7 +44,7 @@ from tests.support.tiny_vae import save_tiny_vae, write_latents
 
 
 class Evil:
-    """Unpickling it makes the file `canary`."""
+    """An object whose unpickling makes the folder `canary`."""
 
     def __init__(self, canary):
         self.canary = str(canary)
@@ -55,6 +55,7 @@ class Evil:
 
 @pytest.fixture
 def canary(tmp_path):
+    """A path that must not exist at the end of the test: code of a pickle would make a folder there."""
     folder = tmp_path / "canary"
     pickle.loads(pickle.dumps(Evil(folder)))
     assert folder.is_dir(), "the canary itself must work"
@@ -64,7 +65,7 @@ def canary(tmp_path):
 
 
 def pickles(canary) -> dict:
-    """Every form in which a pickle comes: of torch's three formats, bare, and of numpy."""
+    """Form -> bytes of a pickle in it: two formats of torch.save, bare pickles, and numpy's files of objects."""
     zipped, legacy, array, archive = (io.BytesIO() for _ in range(4))
     torch.save({"model": {"w": torch.zeros(2)}, "x": Evil(canary)}, zipped)
     torch.save({"x": Evil(canary)}, legacy, _use_new_zipfile_serialization=False)
@@ -98,17 +99,17 @@ def dit():
 
 
 def read_archive(file) -> None:
-    """Read all images of an archive. One whose arr_0 has another name by damage may hold statistics alone."""
+    """Read all images of an archive, if it has any: damage to the name of arr_0 leaves only its statistics."""
     images = Reference(file).images
     if images is not None:
         list(images.batches(2))
 
 
-def doors(folder) -> dict:
-    """Name -> (file, what reads it)."""
+def readers_in(folder) -> dict:
+    """Return name -> (file, function that reads it) of all code that reads a file."""
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Identity())
-    places = {
+    found = {
         "load_checkpoint of a DiT": (
             folder / "dit.safetensors",
             lambda f: moh_vision.load_checkpoint(dit(), f),
@@ -125,26 +126,26 @@ def doors(folder) -> dict:
         "from_run": lambda f: from_run(str(f), "classification"),
     }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
-        places |= {
+        found |= {
             f"{name} {end}": (folder / f"weights{end}", read) for name, read in readers.items()
         }
     run = folder / "run"
     for name in ("model.safetensors", "ema.safetensors", "diffusion_pytorch_model.bin"):
-        places[f"a folder with {name}"] = (
+        found[f"a folder with {name}"] = (
             run / name,
             lambda f: init_from(classifier(), str(f.parent)),
         )
-    places["extractor"] = (
+    found["extractor"] = (
         run / "model.safetensors",
         lambda f: ClassifierScores(open_set("--score", "digits", None, "val"), str(f.parent), []),
     )
-    places["Inception"] = folder / "inception.pth", Inception
-    places["saved statistics"] = folder / "s.npz", load_statistics
-    places["archive"] = folder / "a.npz", read_archive
-    places["reference"] = folder / "r.npz", lambda f: score(stats, f, extractor=module)
-    places["generated"] = folder / "g.npz", lambda f: score(f, stats, extractor=module)
+    found["Inception"] = folder / "inception.pth", Inception
+    found["saved statistics"] = folder / "s.npz", load_statistics
+    found["archive"] = folder / "a.npz", read_archive
+    found["reference"] = folder / "r.npz", lambda f: score(stats, f, extractor=module)
+    found["generated"] = folder / "g.npz", lambda f: score(f, stats, extractor=module)
     for config_class in (ClsConfig, DitConfig):
-        places[f"config {config_class.__name__}"] = (
+        found[f"config {config_class.__name__}"] = (
             folder / "c.yaml",
             lambda f, k=config_class: parse_config(k, ["--config", str(f)], "t"),
         )
@@ -154,30 +155,30 @@ def doors(folder) -> dict:
         "diffusion_pytorch_model.safetensors",
         "diffusion_pytorch_model.bin",
     ):
-        places[f"vae {name}"] = vae / name, lambda f: load_vae(str(vae))
-    places["pipeline"] = (
+        found[f"vae {name}"] = vae / name, lambda f: load_vae(str(vae))
+    found["pipeline"] = (
         folder / "pipe" / "model_index.json",
         lambda f: MoHDiTPipeline.from_pretrained(str(f.parent)),
     )
     data = folder / "shards"
     for name in (".train-000000.tar.index.npy", "classes.txt", "train-000000.tar"):
-        places[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
+        found[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
     image = folder / "folder" / "train" / "cat" / "0.png"
-    places["image"] = image, lambda f: open_source(str(folder / "folder"), "train").image(0)
+    found["image"] = image, lambda f: open_source(str(folder / "folder"), "train").image(0)
     latents = folder / "latents"
     for name in ("train.meta.json", "train.labels.npy", "train-000000.npy"):
-        places[f"latents {name}"] = (
+        found[f"latents {name}"] = (
             latents / name,
             lambda f: LatentCache(str(latents), "train").read(0),
         )
-    places["latents record"] = latents / "train.meta.json", lambda f: convert_latents(folder)
-    places["shards record"] = (
+    found["latents record"] = latents / "train.meta.json", lambda f: convert_latents(folder)
+    found["shards record"] = (
         folder / "written" / "train.shards.json",
         lambda f: convert_images(folder),
     )
     parts = ImageParts(folder, 1, 1, {})
-    places["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
-    return places
+    found["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
+    return found
 
 
 def convert_images(folder):
@@ -191,7 +192,7 @@ def convert_latents(folder):
 
 @pytest.fixture
 def world(tmp_path):
-    """Good files at and around every door, so that it is the bad one that is read."""
+    """A folder with a valid file for every reader that `readers_in` lists, so that only the file that a test damages is wrong."""
     write_folder(tmp_path / "folder", train=2, val=1)
     write_shards(tmp_path / "shards", count=2)
     open_source(str(tmp_path / "shards"), "train")
@@ -243,22 +244,22 @@ FORMS = ["zip", "legacy", "bare", "old", "namespace", "npy", "npz"]
     ids=["some", "all"],
 )
 def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
-    """A pickle in every door: none runs, and each is refused or, where it is not looked at, read past."""
+    """Every reader is given a pickle in place of its file: the pickle's code never runs, and nearly all refuse it."""
     tried = 0
-    through = []
+    accepted = []
     evil = pickles(canary)
     assert sorted(evil) == sorted(FORMS)
-    for name, (file, read) in doors(world).items():
+    for name, (file, read) in readers_in(world).items():
         good = file.read_bytes() if file.exists() else None
         file.parent.mkdir(parents=True, exist_ok=True)
         for form in forms:
             file.write_bytes(evil[form])
             try:
                 read(file)
-                through.append(name)
+                accepted.append(name)
             except (ValueError, OSError, AssertionError, RuntimeError, KeyError, TypeError):
-                pass  # what is said is looked at below
-            except Exception as error:  # timm, diffusers and safetensors have their own
+                pass  # test_random_damage looks at the messages
+            except Exception as error:  # some libraries raise errors of their own classes
                 libraries = ("safetensors", "safetensors_rust", "_pickle", "zipfile")
                 assert type(error).__module__.split(".")[0] in libraries, name
             assert not canary.exists(), f"{form} in {name}"
@@ -268,12 +269,12 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
             file.write_bytes(good)
     assert tried >= 50 * len(forms)
     print(f"{tried} pickles in {tried // len(forms)} places")
-    # A .bin beside safetensors is no file of a VAE's; class names may be any text, and shards say them by number.
-    assert set(through) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt"}, through
+    # A VAE with safetensors never reads its .bin file. A pickle that is text passes for a list of class names.
+    assert set(accepted) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt"}, accepted
 
 
-# What others read, and messages that a command prints.
-OTHERS = (
+# Files that other libraries read, and files of commands, which print their errors: their messages are not looked at.
+NOT_DAMAGED = (
     "checkpoint_path",
     "pretrained_cfg_overlay",
     "pipeline",
@@ -284,22 +285,18 @@ OTHERS = (
 
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.reliability)])
 def test_random_damage(world, count):
-    """Each file that is read, damaged in one of many ways: read all the same, or refused in one line that names it."""
+    """A file damaged at random is either still read, or refused in one line that names it."""
     rng = cases(count, "damaged files")
     refused = 0
     slowest = 0.0
-    places = {name: door for name, door in doors(world).items() if not name.startswith(OTHERS)}
-    whole = {
-        name: (file, read, file.read_bytes())
-        for name, (file, read) in places.items()
-        if file.exists()
-    }
-    for name in list(whole):
-        file, read, _ = whole[name]
-        with contextlib.suppress(ValueError):  # weights without metadata are no run
-            read(file)
+    whole = {}
+    for name, (file, read) in readers_in(world).items():
+        if name.startswith(NOT_DAMAGED) or not file.exists():
             continue
-        del whole[name]
+        # Some readers refuse the valid file too: weights without metadata are no run.
+        with contextlib.suppress(ValueError):
+            read(file)
+            whole[name] = (file, read, file.read_bytes())
     assert len(whole) >= 20
     for number in range(count):
         name = list(whole)[number % len(whole)]
@@ -310,18 +307,15 @@ def test_random_damage(world, count):
             read(file)
         except (ValueError, FileNotFoundError) as error:
             text = str(error)
-            named = str(file) in text or str(file.parent) in text
-            assert named or name.startswith("config "), (
-                number,
-                name,
-                text[:2000],
-            )  # a value there is named by its key
-            joined = (
-                "\n" not in text or name == "archive"
-            )  # it quotes names of members; commands join the lines
-            assert joined and len(text) < 1500, (number, name, text[:2000])
+            about = (number, name, text[:2000])
+            # A wrong value of a configuration is named by its key.
+            named = str(file) in text or str(file.parent) in text or name.startswith("config ")
+            assert named, about
+            # Messages about archives quote the names of members, which may have line breaks; commands join the lines.
+            one_line_long = "\n" not in text or name == "archive"
+            assert one_line_long and len(text) < 1500, about
             refused += 1
-        # What is read all the same has changed numbers, or metadata that nobody asks for.
+        # A damaged file may still be readable: other pixels or weights, or metadata that nothing uses.
         slowest = max(slowest, time.monotonic() - since)
         file.write_bytes(data)
     print(f"{refused} of {count} refused in {len(whole)} places, the slowest in {slowest:.2f} s")
@@ -329,6 +323,7 @@ def test_random_damage(world, count):
 
 
 def changed(text, path, value):
+    """Return a JSON text with the entry at `path`, a sequence of keys and indices, set to `value`."""
     node = tree = json.loads(text)
     for key in path[:-1]:
         node = node[key]
@@ -338,7 +333,7 @@ def changed(text, path, value):
 
 @pytest.mark.parametrize("data_form", ["latents", "shards"])
 def test_records_that_are_damaged_are_not_written_on(world, capsys, data_form):
-    file, start = doors(world)[f"{data_form} record"]
+    file, start = readers_in(world)[f"{data_form} record"]
     whole = file.read_text()
     texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
     for path in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
@@ -361,10 +356,11 @@ def test_records_that_are_damaged_are_not_written_on(world, capsys, data_form):
         assert error.count("\n") == 1 and (str(file) in error or f"--out {file.parent}" in error), (
             error
         )
-        with contextlib.suppress(ValueError):  # training reads of it what it needs
+        # Training reads only a part of the record, so it may accept what the writer refuses; it must not crash.
+        with contextlib.suppress(ValueError):
             LatentCache(str(world / "latents"), "train").read(0)
     file.write_text(whole)
-    start(file)  # as if nothing had been
+    start(file)  # with the good record the command works again
 
 
 def test_members_of_shards_are_not_unpickled(tmp_path, canary):
@@ -381,7 +377,7 @@ def test_members_of_shards_are_not_unpickled(tmp_path, canary):
 
 @pytest.mark.parametrize("file", ["optimizer", "model", "beside", "ema"])
 def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, training, file):
-    """Whoever passes a run on can write the sums too."""
+    """Correct sha256 sums do not make a checkpoint safe: whoever changes its files can change the sums too."""
     training.step(1)
     assert training.save(tmp_path, 3, keep=1) is None
     step, folder = latest_checkpoint(tmp_path)
@@ -399,7 +395,7 @@ def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, trainin
 
 
 def test_a_run_neither_pickles_nor_unpickles(tmp_path, monkeypatch):
-    """From its start to its end, resumed once: what one process sends another does not count."""
+    """A run that starts, ends and resumes calls no pickle. Pickles between processes do not count."""
     calls = []
     for owner, name in (
         (torch, "save"),
@@ -419,7 +415,7 @@ def test_a_run_neither_pickles_nor_unpickles(tmp_path, monkeypatch):
 
 
 def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
-    """A file that is exchanged after it was checked: torch-fidelity, which unpickles freely, must not read it again."""
+    """The file is exchanged after it was checked. torch-fidelity, which unpickles anything, must not read it again."""
     file = tmp_path / "w.pth"
     torch.save({"x": torch.zeros(1)}, file)
     reads = []
@@ -437,6 +433,7 @@ def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
 
 
 def test_only_namespaces_are_let_through(tmp_path, canary):
+    """Checkpoints often hold the argparse.Namespace of their training script; no other class is unpickled."""
     model = classifier()
     before = set(torch.serialization.get_safe_globals())
     state = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
@@ -455,26 +452,24 @@ def test_only_namespaces_are_let_through(tmp_path, canary):
     assert set(torch.serialization.get_safe_globals()) == before
 
 
-YAMLS = [
-    "output: !!python/object/apply:os.mkdir ['{}']",
-    "model: {{kwargs: {{x: {{class_path: os.mkdir, init_args: {{path: '{}'}}}}}}}}",
-    "model: {{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{}']}}}}",
-]
+YAMLS = {
+    "python tag": "output: !!python/object/apply:os.mkdir ['{}']",
+    "class_path in model.kwargs": "model: {{kwargs: {{x: {{class_path: os.mkdir, init_args: {{path: '{}'}}}}}}}}",
+    "class_path for model": "model: {{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{}']}}}}",
+}
 
 
-@pytest.mark.parametrize("text", YAMLS)
+@pytest.mark.parametrize("case", YAMLS)
 @pytest.mark.parametrize("config_class", [ClsConfig, ValidateConfig])
-def test_a_configuration_runs_no_code(tmp_path, canary, text, config_class):
-    """Of a file, and of a run that is validated."""
-    (tmp_path / "config.yaml").write_text(text.format(canary))
-    argv = (
-        ["--config", str(tmp_path / "config.yaml")]
-        if config_class is ClsConfig
-        else ["--checkpoint", str(tmp_path)]
-    )
-    if (
-        "kwargs" in text
-    ):  # a mapping like any other: nothing of it is imported, and the model refuses the argument
+def test_a_configuration_runs_no_code(tmp_path, canary, case, config_class):
+    """The text is given to a training as a configuration file, and to a validation as the config.yaml of a run."""
+    (tmp_path / "config.yaml").write_text(YAMLS[case].format(canary))
+    if config_class is ClsConfig:
+        argv = ["--config", str(tmp_path / "config.yaml")]
+    else:
+        argv = ["--checkpoint", str(tmp_path)]
+    if case == "class_path in model.kwargs":
+        # A dict like any other: parsing keeps it and imports nothing. The model would refuse the argument.
         assert "class_path" in str(parse_config(config_class, argv, "t").model)
         return
     refuse("not readable as YAML|Expected|unknown key", parse_config, config_class, argv, "t")
@@ -488,7 +483,7 @@ SOURCES = [
     *ROOT.glob("*.py"),
     *(ROOT / "benchmarks").glob("*.py"),
 ]
-# From the name of a call, or the word import, on.
+# Matched against calls and imports as ast.unparse writes them, from their first character on.
 UNSAFE = re.compile(
     r"""(from|import)\b.*\b(pickle|dill|joblib|marshal|shelve)\b|(pickle|dill|joblib|marshal|shelve)\.
     |(eval|exec|compile|__import__)\(|os\.(system|popen)\(|yaml\.(full_|unsafe_)?load(_all)?\(|dist_cp\.load\(
@@ -501,23 +496,24 @@ UNSAFE = re.compile(
 
 
 def calls_that_run_what_they_read(text: str) -> list:
-    nodes = [
-        n
-        for n in ast.walk(ast.parse(text))
-        if isinstance(n, (ast.Call, ast.Import, ast.ImportFrom))
-    ]
-    return [
-        f"line {n.lineno}: {ast.unparse(n)[:100]}" for n in nodes if UNSAFE.match(ast.unparse(n))
-    ]
+    """Return the lines of Python source code with a call or an import that `UNSAFE` matches."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Call, ast.Import, ast.ImportFrom)):
+            code = ast.unparse(node)
+            if UNSAFE.match(code):
+                found.append(f"line {node.lineno}: {code[:100]}")
+    return found
 
 
 def test_no_call_runs_what_it_reads():
     assert len(SOURCES) > 100
     for path in SOURCES:
         found = calls_that_run_what_they_read(path.read_text())
-        if path.parent.name == "benchmarks":  # it makes a file in the layout of published weights
+        # A benchmark writes a file in the layout of published weights.
+        if path.parent.name == "benchmarks":
             found = [line for line in found if "torch.save(network.state_dict(), path)" not in line]
-        if path.name == "extractors.py":  # weights for torch-fidelity, in memory
+        if path.name == "extractors.py":  # it saves checked weights in memory, for torch-fidelity
             found = [line for line in found if ": torch.save(dict(state), checked)" not in line]
         assert not found, path
     for line in (

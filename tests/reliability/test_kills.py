@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and SIGINT at random instants: the run ends with the bits of an undisturbed one."""
+"""A run that is killed or signalled at random instants, and resumed, ends with the same bits as an undisturbed run."""
 
 import contextlib
 import functools
@@ -21,7 +21,10 @@ from tests.support.small_runs import arguments, checkpoint_steps, logged, losses
 
 
 def recorded(script_name, file, slow_save, argv):
-    """The real main(); each step's loss, as a hexadecimal number, is appended by one write, which a kill cannot tear."""
+    """Call the script's main() and append every step's loss, in hexadecimal, to `file`.
+
+    Each loss is one call of write(), which a kill cannot split. Every save takes `slow_save` seconds longer.
+    """
     losses = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     real = SimpleNamespace(
         average=training_loop.average_over_step, metrics=RunLog.metrics, save=Saver.save
@@ -48,7 +51,10 @@ def recorded(script_name, file, slow_save, argv):
 
 @pytest.fixture
 def start():
-    """start(script_name, argv, folder): a run in a process; folder/NAME.log has its output, NAME.losses its losses."""
+    """start(script_name, argv, folder) starts a run in a process.
+
+    Its output goes to folder/NAME.log and its losses to folder/NAME.losses, where NAME is `script_name`.
+    """
     started = []
 
     def start_run(script_name, argv, folder, slow_save=0.0) -> Command:
@@ -63,75 +69,76 @@ def start():
         command.kill()
 
 
-CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
-# What draws random numbers in a step, or adds to its state.
+EXIT_CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+# Options with which a step draws random numbers of every kind, or keeps more state, that a resumed run must restore.
 MORE = {
     "cls": [
         "--model.kwargs",
         "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}",
-        "--optim.layer_decay",
-        "0.9",
-    ]
-    + "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 --data.repeats 3".split()
-    + "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1".split(),
+        *"--optim.layer_decay 0.9 --data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1".split(),
+        *"--data.erase_prob 0.25 --data.repeats 3 --mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1".split(),
+    ],
     "dit": "--optim.accumulation 2 --mixed_precision bf16".split(),
     "text": [],
 }
 
 
 def disturbed(start, tmp_path, script_name, signals, ahead, save_every):
-    """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
+    """Stop a run by each of `signals`, resume it, and compare it with an undisturbed run; return the steps done twice.
 
-    SIGKILL comes at any time from the start of the process to when it will have done about `ahead` steps, by the pace of
-    the undisturbed run; the others up to `ahead` steps after its first one. Twice as many steps end the wait, so that no
-    pace of the machine lets the run end first. Every other start has a loader process.
+    SIGKILL comes at a random time between the start of the process and the time by which it should have done `ahead`
+    steps; the other signals wait for its first step. The time of a step is measured on the undisturbed run. If the
+    process gets faster, the signal comes after 2 * `ahead` steps at the latest, so that the run cannot end before it.
+    Every other start has a loader process.
     """
     steps = 3 * ahead * (len(signals) + 1)
     whole = tmp_path / "whole"
     folder = tmp_path / "disturbed"
     random = cases(len(signals), f"signals to {script_name}")
-    whole.mkdir(), folder.mkdir()
+    whole.mkdir()
+    folder.mkdir()
 
     def begin(folder, save_every, number=0):
         workers = [] if script_name == "text" else ["--data.workers", number % 2]
-        return start(
-            script_name,
-            arguments(script_name, folder / "run", steps, save_every, *MORE[script_name], *workers),
-            folder,
-        )
+        more = (*MORE[script_name], *workers)
+        argv = arguments(script_name, folder / "run", steps, save_every, *more)
+        return start(script_name, argv, folder)
 
     since = time.monotonic()
     command = begin(whole, 10**6)
     assert command.until(lambda: losses(whole, script_name)), command.said()[-3000:]
     first = time.monotonic()
     assert command.wait(within=1200) == 0, command.said()[-3000:]
-    beyond = ahead * (time.monotonic() - first) / steps
+    seconds_to_first_step = first - since
+    seconds_ahead = ahead * (time.monotonic() - first) / steps
     in_training = 0
     for count, number in enumerate(signals):
         before = losses(folder, script_name)
 
-        def more(before=before):
+        def new_steps(before=before):
             return len(losses(folder, script_name)) - len(before)
 
         command = begin(folder, save_every, count)
-        if number != signal.SIGKILL:
-            assert command.until(more), command.said()[-3000:]
-        instant = time.monotonic() + random.uniform(
-            0, beyond + (first - since if number == signal.SIGKILL else 0)
-        )
-        there = command.until(lambda: time.monotonic() >= instant or more() >= 2 * ahead)  # noqa: B023
-        assert there, command.said()[-3000:]
+        if number == signal.SIGKILL:
+            latest = seconds_to_first_step + seconds_ahead
+        else:
+            assert command.until(new_steps), command.said()[-3000:]
+            latest = seconds_ahead
+        instant = time.monotonic() + random.uniform(0, latest)
+        still_runs = command.until(lambda: time.monotonic() >= instant or new_steps() >= 2 * ahead)  # noqa: B023
+        assert still_runs, command.said()[-3000:]
         os.kill(command.pid, number)
         status = command.wait()
         added = losses(folder, script_name)[len(before) :]
-        assert status == CODES[number], f"signal {count}: {status}\n{command.said()[-3000:]}"
+        assert status == EXIT_CODES[number], f"signal {count}: {status}\n{command.said()[-3000:]}"
         if before and added:
-            # A checkpoint that was being written is lost too; the next one would have waited for it.
-            assert added[0][0] > before[-1][0] + 1 - 2 * save_every, (
-                "more steps than two saves apart were lost"
-            )
+            # A kill can also lose the checkpoint that was being written, but no second one: saves wait for each other.
+            first_allowed = before[-1][0] + 1 - 2 * save_every
+            assert added[0][0] > first_allowed, "the steps between more than two saves were lost"
         if number != signal.SIGKILL:
-            assert checkpoint_steps(folder / "run")[-1] == added[-1][0], "not the step it was at"
+            assert checkpoint_steps(folder / "run")[-1] == added[-1][0], (
+                "the last step is not saved"
+            )
         in_training += bool(added)
     command = begin(folder, save_every)
     assert command.wait(within=600) == 0, command.said()[-3000:]
@@ -141,16 +148,11 @@ def disturbed(start, tmp_path, script_name, signals, ahead, save_every):
     assert len(expected) == steps and all(expected[step] == value for step, value in done)
     assert {step for step, _ in done} == set(expected)
     assert outcome(folder / "run") == outcome(whole / "run")
-    assert [e["step"] for e in logged(folder / "run")] == sorted(
-        expected
-    )  # in metrics.jsonl each step once
-    # The loader of a killed process may tell, last, that nobody takes its batch any more.
-    text = re.sub(
-        r"Traceback [^\n]*\n  File [^\n]*resource_sharer.*?\n\w+Error: [^\n]*\n",
-        "",
-        command.said(),
-        flags=re.S,
-    )
+    # metrics.jsonl has each step once, although some were done twice.
+    assert [e["step"] for e in logged(folder / "run")] == sorted(expected)
+    # The loader process of a killed run may print a traceback, because nobody takes its batch any more.
+    loader_error = r"Traceback [^\n]*\n  File [^\n]*resource_sharer.*?\n\w+Error: [^\n]*\n"
+    text = re.sub(loader_error, "", command.said(), flags=re.S)
     noted = [number for number in signals if number != signal.SIGKILL]
     assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
     twice = len(done) - steps
@@ -179,7 +181,7 @@ def test_many_kills(start, tmp_path, script_name, kills):
 @pytest.mark.parametrize("script_name", ["cls", "dit", "text"])
 def test_many_signals(start, tmp_path, script_name):
     signals = [signal.SIGTERM, signal.SIGINT] * (int(os.environ.get("KILLS", 20)) // 2)
-    # Nothing but what a signal saves is saved, so that no step is done twice.
+    # Only the signals save. They save the last step, so no step is done twice.
     assert disturbed(start, tmp_path, script_name, signals, ahead=15, save_every=10**6) == 0
 
 
@@ -195,7 +197,8 @@ def test_a_second_signal_leaves_at_once(start, tmp_path):
     command = start("dit", argv, tmp_path, slow_save=60)
     assert command.until(lambda: len(losses(tmp_path, "dit")) >= 3)
     os.kill(command.pid, signal.SIGTERM)
-    os.kill(command.pid, signal.SIGTERM)  # the same one, passed on by a launcher
+    # Within a second a further signal counts as the same one: a launcher passes on what the process got already.
+    os.kill(command.pid, signal.SIGTERM)
     time.sleep(1.2)
     assert "again" not in command.said()
     begin = time.monotonic()
@@ -227,23 +230,22 @@ def test_a_signal_in_the_last_save_still_ends_the_run(tmp_path, monkeypatch, cap
 @pytest.mark.reliability
 @pytest.mark.parametrize("script_name, workers", [("cls", 0), ("cls", 1), ("dit", 0)])
 def test_two_thousand_steps(start, tmp_path, script_name, workers):
-    """Memory, open files and files on disk stay bounded."""
+    """Neither memory nor open files nor files on disk grow with the number of steps."""
     argv = arguments(
         script_name, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers
     )
     command = start(script_name, argv, tmp_path)
     seen = []
     process = psutil.Process(command.pid)
-    with contextlib.suppress(psutil.Error, ValueError):  # it has ended
+    with contextlib.suppress(psutil.Error, ValueError):  # raised once the process has ended
         while True:
             steps = len(losses(tmp_path, script_name))
             seen.append((steps, process.memory_info().rss / 2**20, process.num_fds()))
             time.sleep(0.1)
     assert command.wait() == 0, command.said()[-2000:]
-    steps, mib, files = (
-        np.array(column) for column in zip(*[s for s in seen if 300 <= s[0] < 1990])
-    )
-    assert len(steps) > 30, "too few looks at it"
+    settled = [row for row in seen if 300 <= row[0] < 1990]
+    steps, mib, files = (np.array(column) for column in zip(*settled))
+    assert len(steps) > 30, "too few samples of its memory"
     slope = 1000 * np.polyfit(steps, mib, 1)[0]
     print(
         f"{script_name}, {workers} workers: {slope:+.2f} MB per 1,000 steps at {mib.mean():.0f} MB, {files.max()} files"

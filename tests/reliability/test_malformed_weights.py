@@ -1,4 +1,4 @@
-"""Malformed files of weights and statistics: each one ValueError of one line that names the file."""
+"""Every malformed file of weights or statistics raises a ValueError of one line that names the file."""
 
 import copy
 import io
@@ -20,6 +20,7 @@ from tests.support.small_runs import same
 
 NAME = "moh_vit_small_patch16_224"
 SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)
+# The metadata of a valid model.safetensors.
 ABOUT = dict(
     architecture=NAME,
     arguments=SMALL,
@@ -35,7 +36,8 @@ def vit():
     return create(NAME, "classification", **SMALL)
 
 
-def metadata(about=ABOUT) -> dict:
+def metadata(about) -> dict:
+    """Return metadata in the form of a safetensors header, all values as text."""
     return {"format": "pt", **{k: json.dumps(v) for k, v in about.items()}}
 
 
@@ -50,20 +52,23 @@ STATISTICS = dict(
 
 
 def statistics_file(says=STATISTICS, **changes) -> bytes:
+    """Return a file of statistics with the record `says`; `changes` replaces arrays, or removes those that are None."""
     x = np.random.default_rng(0).standard_normal((20, 4))
     arrays = dict(
         mu=x.mean(0), sigma=np.cov(x.T), features=x.astype(np.float32), record=json.dumps(says)
     )
-    np.savez(
-        file := io.BytesIO(), **{k: v for k, v in {**arrays, **changes}.items() if v is not None}
-    )
+    arrays |= changes
+    file = io.BytesIO()
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
     return file.getvalue()
 
 
-def edited(state, header) -> bytes:
-    return with_header(save(state), header)
+def edited(state, change) -> bytes:
+    """Return a safetensors file whose JSON header is changed by `change`."""
+    return with_header(save(state), change)
 
 
+# Case -> makes the bytes of a malformed file from a model's state dict. A case that ends in .pth is a file of torch.save.
 STATES = {
     "a length of 2**62": lambda s: struct.pack("<Q", 2**62) + save(s)[8:],
     "nothing": lambda s: b"",
@@ -122,12 +127,14 @@ def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
     kernel = np.ones((16, 16, 3, 32), np.float32)
     bias = np.ones(32, np.float32)
     np.savez(file, **{"embedding/kernel": kernel, "embedding/bias": bias})
-    for words in ("not the weights of such a ViT", "not"):
-        refuse(f"w.npz: {words}", moh_vision.load_checkpoint, model, file)
-        assert same(model, vit)
-        file.write_bytes(file.read_bytes()[:-30])
+    refuse("w.npz: not the weights of such a ViT", moh_vision.load_checkpoint, model, file)
+    assert same(model, vit)
+    file.write_bytes(file.read_bytes()[:-30])
+    refuse("w.npz: not", moh_vision.load_checkpoint, model, file)
+    assert same(model, vit)
 
 
+# Case -> the entries of `ABOUT` that are wrong.
 ABOUTS = {
     "no arguments": dict(arguments=None),
     "a number for a name": dict(architecture=5),
@@ -151,7 +158,7 @@ ABOUTS = {
 
 
 @pytest.mark.parametrize("case", ABOUTS)
-def test_a_run_that_cannot_be(tmp_path, vit, case):
+def test_weights_with_wrong_metadata(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
     for read in (
@@ -175,14 +182,14 @@ def test_files_that_are_not_there(tmp_path, vit):
 # ---------------------------------------------------------------- statistics
 
 
-STATS = {
+MALFORMED_STATISTICS = {
     "no mean": statistics_file(mu=None),
     "a covariance that is no square": statistics_file(sigma=np.zeros((4, 5))),
     "a mean of rank 0": statistics_file(mu=np.zeros(())),
     "other features": statistics_file(features=np.zeros((20, 7))),
     "whole numbers": statistics_file(mu=np.zeros(4, int)),
     "NaN": statistics_file(mu=np.full(4, np.nan)),
-    "half of the spatial ones of another size": statistics_file(
+    "spatial mean and covariance of two sizes": statistics_file(
         mu_s=np.zeros(4), sigma_s=np.zeros((3, 3))
     ),
     "a list": statistics_file([1]),
@@ -195,10 +202,10 @@ STATS = {
 }
 
 
-@pytest.mark.parametrize("case", STATS)
+@pytest.mark.parametrize("case", MALFORMED_STATISTICS)
 def test_statistics_that_are_wrong(tmp_path, case):
     file = tmp_path / "s.npz"
-    file.write_bytes(STATS[case])
+    file.write_bytes(MALFORMED_STATISTICS[case])
     with one_line(
         "s.npz: (not a file of statistics|holds no (mu|sigma)|.*expected floats|.*not finite)"
     ):
@@ -206,6 +213,7 @@ def test_statistics_that_are_wrong(tmp_path, case):
 
 
 def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
+    """Return a .npy file whose header says this shape and dtype, whether or not `data` have as many bytes."""
     text = (
         f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117)
         + b"\n"
@@ -216,21 +224,26 @@ def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
 MEAN = raw_npy((4,), data=bytes(32))
 
 
-@pytest.mark.parametrize("words, arrays", [
-    (r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
-    (r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
-    (r"arr_0 is float32 \[4, 8, 8, 3\]; expected uint8", dict(arr_0=raw_npy((4, 8, 8, 3), "<f4"))),
-    (r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height", dict(arr_0=raw_npy((4, 3, 8, 8), "|u1"))),
-    ("holds no arr_0, only images", dict(images=raw_npy((4, 8, 8, 3), "|u1"))),
-    ("mu is damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
-    ("mu is object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
-    ("mu is not an array", dict(mu=b"hello", sigma=MEAN)),
-    ("arr_0 has images of 1048576 x 1048576 pixels", dict(arr_0=raw_npy((9, 2**20, 2**20, 3), "|u1"))),
-    ("holds no images|is not an array|ends within", dict(arr_0=raw_npy((-1, 4, 4, 3), "|u1"))),
-    ("images of 4 x 0 pixels", dict(arr_0=raw_npy((4, 0, 4, 3), "|u1"))),
-    ("arr_0 is not an array", dict(arr_0=raw_npy("__import__('os').getcwd()"))),
-])  # fmt: skip
-def test_archives_that_are_wrong(tmp_path, words, arrays):
+# Case -> (what the error says, the .npy files of the archive).
+ARCHIVES = {
+    "a huge mean": (r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
+    "a huge covariance": (r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
+    "images of floats": (r"arr_0 is float32 \[4, 8, 8, 3\]; expected uint8", dict(arr_0=raw_npy((4, 8, 8, 3), "<f4"))),
+    "channels first": (r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height", dict(arr_0=raw_npy((4, 3, 8, 8), "|u1"))),
+    "another name": ("holds no arr_0, only images", dict(images=raw_npy((4, 8, 8, 3), "|u1"))),
+    "a mean without data": ("mu is damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
+    "a mean of objects": ("mu is object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
+    "no npy": ("mu is not an array", dict(mu=b"hello", sigma=MEAN)),
+    "huge images": ("arr_0 has images of 1048576 x 1048576 pixels", dict(arr_0=raw_npy((9, 2**20, 2**20, 3), "|u1"))),
+    "a negative count": ("holds no images|is not an array|ends within", dict(arr_0=raw_npy((-1, 4, 4, 3), "|u1"))),
+    "images without pixels": ("images of 4 x 0 pixels", dict(arr_0=raw_npy((4, 0, 4, 3), "|u1"))),
+    "code for a shape": ("arr_0 is not an array", dict(arr_0=raw_npy("__import__('os').getcwd()"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARCHIVES)
+def test_archives_that_are_wrong(tmp_path, case):
+    words, arrays = ARCHIVES[case]
     file = tmp_path / "r.npz"
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in arrays.items():

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite change nothing, are counted, and end a run after ten in a row."""
+"""A step whose loss or gradient is not finite changes nothing and is counted; ten in a row end the run."""
 
 import math
 
@@ -24,21 +24,16 @@ def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(script("dit"), "training_loader", poisoned)
     script("dit").main(arguments("dit", tmp_path, 6, 1, "--keep-checkpoints", 9))
     for name in ("model", "ema", "optimizer"):
-        steps = [
+        before, after_bad_steps, after_good_step = (
             load_file(tmp_path / f"checkpoints/step_{step}/{name}.safetensors")
             for step in (2, 4, 5)
-        ]
-        assert same(*steps[:2]), name  # after 2 steps, and after two bad ones
-        assert not same(*steps[1:]), name
-    assert [entry["skipped"] for entry in logged(tmp_path)] == [0, 0, 1, 2, 2, 2]
-    assert [entry["loss"] is None for entry in logged(tmp_path)] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+        )
+        assert same(before, after_bad_steps), name
+        assert not same(after_bad_steps, after_good_step), name
+    entries = logged(tmp_path)
+    assert [entry["skipped"] for entry in entries] == [0, 0, 1, 2, 2, 2]
+    assert [entry["step"] for entry in entries if entry["loss"] is None] == [3, 4]
+    assert len(entries) == 6
 
 
 def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
@@ -47,17 +42,14 @@ def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
         script("dit").main(arguments("dit", tmp_path, 100, 1, *more))
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 1
-    assert (
-        "10 steps in a row without finite loss and gradient" in error
-        and "lr 1e+20" in error
-        and "norm" in error
-    )
+    assert "10 steps in a row without finite loss and gradient" in error
+    assert "lr 1e+20" in error and "norm" in error
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.isfinite(value).all() for value in state.values())
 
 
 class Given(torch.nn.Module):
-    """A task whose loss, and each gradient of its model, are what a batch says."""
+    """A task whose loss, and whose every gradient, are given by the batch."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +65,7 @@ class Given(torch.nn.Module):
 
 @pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
-    """Such as a loss that overflows in a term whose gradient is cut off. A good step between them begins a new count."""
+    """A loss can overflow in a detached term, with a finite gradient. A good step begins a new count."""
     accelerator = Accelerator(cpu=True)
     task = Given()
     optimizer = torch.optim.AdamW(task.parameters(), lr=0.1)
@@ -99,11 +91,11 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
 
 
 def test_a_gradient_scalers_first_skips_do_not_count():
-    """float16 begins with a scale that overflows; only below 1 it is the model that is broken."""
+    """float16 training begins with a loss scale that overflows; only from a scale of 1 down is the model to blame."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     accelerator = Accelerator(cpu=True)
     task = Given()
-    accelerator.scaler = scaler  # accelerate makes one for a GPU alone
+    accelerator.scaler = scaler  # accelerate makes a GradScaler only on GPUs
     loop = small_loop(accelerator, task, torch.optim.SGD(task.parameters(), lr=0.1))
     batch = dict(loss=1.0, gradient=math.inf)
     for _ in range(16):  # down to a scale of 1

@@ -1,4 +1,4 @@
-"""Two gloo processes by torchrun, through the real scripts: signals, a dead process, other numbers of processes."""
+"""The real scripts on two gloo processes, started by torchrun: signals, a dead process, a changed number of processes."""
 
 import os
 import signal
@@ -27,11 +27,15 @@ class Launched:
 
     def __init__(self, folder, processes, script_name, argv, alteration=None):
         self.log = folder / "log"
-        script = (
-            [ALTERED, alteration, script_name] if alteration else [ROOT / f"train_{script_name}.py"]
-        )
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-        command = [sys.executable, *(torchrun if processes > 1 else []), *script, *argv]
+        command = [sys.executable]
+        if processes > 1:
+            command += "-m torch.distributed.run --standalone --nproc_per_node".split()
+            command.append(processes)
+        if alteration:
+            command += [ALTERED, alteration, script_name]
+        else:
+            command.append(ROOT / f"train_{script_name}.py")
+        command += argv
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
         with open(self.log, "a") as file:
             self.process = subprocess.Popen(
@@ -39,7 +43,7 @@ class Launched:
             )
 
     def ranks(self):
-        """Pids of the workers of torchrun, by rank."""
+        """Return rank -> process id of torchrun's workers."""
         workers = psutil.Process(self.process.pid).children()
         return {
             int(worker.environ()["RANK"]): worker.pid
@@ -48,6 +52,7 @@ class Launched:
         }
 
     def reach(self, run, steps):
+        """Wait until the run has logged `steps` steps, and return self."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and self.process.poll() is None:
             if (run / "metrics.jsonl").exists() and len(logged(run)) >= steps:
@@ -56,17 +61,18 @@ class Launched:
         pytest.fail("the run did not get so far")
 
     def end(self, within=120):
-        """The exit code."""
+        """Wait for the end and return the exit code."""
         return self.process.wait(within)
 
 
 def trained(*arguments):
+    """Run a training to its end; the arguments are those of `Launched`."""
     launched = Launched(*arguments)
     assert launched.end() == 0, launched.log.read_text()[-3000:]
 
 
-def differ(one, two):
-    """The norm of a tensor's difference over its own norm, the largest of all tensors of two runs."""
+def largest_difference(one, two):
+    """Return the largest relative difference, |a - b| / |a|, over all weights a, b of two runs."""
     one, two = (load_file(run / "model.safetensors") for run in (one, two))
     return max(((one[k] - two[k]).norm() / one[k].norm().clamp_min(1e-30)).item() for k in one)
 
@@ -92,7 +98,7 @@ def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
 
 @pytest.mark.parametrize("script_name", ["cls", "text"])
 def test_killed_twice(tmp_path, script_name):
-    """SIGKILL to the launcher and both processes, nothing of the scripts replaced: the bits of an undisturbed run."""
+    """SIGKILL ends the launcher and both processes, twice; the resumed run ends with the bits of an undisturbed one."""
     run = tmp_path / "run"
     whole = tmp_path / "whole"
     random = cases(2, f"kills of two processes, {script_name}")
@@ -140,12 +146,17 @@ def test_twenty_runs_end_with_0(tmp_path):
         trained(tmp_path, 2, "dit", arguments("dit", tmp_path / str(number), 3, 3))
 
 
-@pytest.mark.parametrize(
-    "script_name, more",
-    [("cls", ""), ("dit", ""), ("cls", "--budget_range 0.5 1 --model.head_budget 0.5")],
-)
-def test_one_process_then_two_then_one(tmp_path, script_name, more):
-    """100 steps in float64: the weights of one process to 1e-10."""
+CHANGING = {
+    "cls": ("cls", ""),
+    "dit": ("dit", ""),
+    "cls with an elastic budget": ("cls", "--budget_range 0.5 1 --model.head_budget 0.5"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGING)
+def test_one_process_then_two_then_one(tmp_path, case):
+    """After 100 steps in float64, the weights agree to 1e-10 with those of a run on one process throughout."""
+    script_name, more = CHANGING[case]
     one = tmp_path / "one"
     mixed = tmp_path / "mixed"
     for output, processes, until in (
@@ -158,7 +169,7 @@ def test_one_process_then_two_then_one(tmp_path, script_name, more):
             script_name, output, until, 10**6, "--optim.schedule", "constant", *more.split()
         )
         trained(tmp_path, processes, script_name, argv, "in_float64")
-    worst = differ(one, mixed)
+    worst = largest_difference(one, mixed)
     print(f"{script_name}: largest relative difference of the weights after 100 steps {worst:.1e}")
     weights = load_file(one / "model.safetensors")
     assert weights[next(iter(weights))].dtype == torch.float64 and worst <= 1e-10
@@ -166,12 +177,15 @@ def test_one_process_then_two_then_one(tmp_path, script_name, more):
 
 
 def test_ten_steps_of_text(tmp_path):
-    """By twice the accumulation in one process: micro-batches have different numbers of labels, the step's mean is one."""
+    """Two processes do the same steps as one process with twice the accumulation.
+
+    Micro-batches have different numbers of labels, but the loss is the mean over all labels of the step.
+    """
     dense = "--model.name mt_transformer_base --model.kwargs.dropout 0 --eval-every 5 --optim.accumulation".split()
     runs = [tmp_path / "1", tmp_path / "2"]
     for processes, run in enumerate(runs, 1):
         trained(tmp_path, processes, "text", arguments("text", run, 10, 10, *dense, 2 // processes))
-    worst = differ(*runs)
+    worst = largest_difference(*runs)
     print(f"largest relative difference of the weights after 10 steps {worst:.1e}")
     assert worst <= 1e-4
     losses = [[entry["loss"] for entry in logged(run)] for run in runs]
@@ -185,20 +199,17 @@ def test_ten_steps_of_text(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_overflow_of_one_process_is_skipped_by_both(tmp_path, rank):
     run = tmp_path / "run"
-    trained(
-        tmp_path,
-        2,
-        "dit",
-        arguments("dit", run, 6, 1, "--keep-checkpoints", 9),
-        f"overflow:{rank}:3",
-    )
+    argv = arguments("dit", run, 6, 1, "--keep-checkpoints", 9)
+    trained(tmp_path, 2, "dit", argv, f"overflow:{rank}:3")
     assert [entry["skipped"] for entry in logged(run)] == [0, 0, 0, 1, 1, 1]
-    steps = [run / "checkpoints" / f"step_{n}" / "model.safetensors" for n in (3, 4, 5)]
-    assert same(*steps[:2]) and not same(*steps[1:])
+    before, after_overflow, after_good_step = (
+        run / "checkpoints" / f"step_{n}" / "model.safetensors" for n in (3, 4, 5)
+    )
+    assert same(before, after_overflow) and not same(after_overflow, after_good_step)
 
 
 def test_unreadable_images_are_counted_over_both(tmp_path):
-    """4 of 24 images are damaged, 2 for each process: the limit is that of the whole run, to the sample."""
+    """4 of 24 images are damaged, 2 for each process. The limit holds for both together, exactly."""
     root = write_folder(tmp_path / "images", train=12, val=2, size=(8, 8))
     for name in ("cat/1", "cat/8", "dog/0", "dog/4"):
         file = root / "train" / f"{name}.png"

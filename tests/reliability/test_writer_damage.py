@@ -1,4 +1,4 @@
-"""What a power cut, a bad disk or a hand does to the newest checkpoint is found, named, and passed over."""
+"""Damage to the newest checkpoint is detected and named, and the run resumes from the checkpoint before it."""
 
 import json
 
@@ -20,7 +20,7 @@ FILES = (
 
 @pytest.fixture
 def run(training, tmp_path):
-    """Steps 2 and 4 are saved."""
+    """Train four steps, save steps 2 and 4, and return the folder of the run."""
     for step in range(1, 5):
         training.step(step)
         if step % 2 == 0:
@@ -30,16 +30,16 @@ def run(training, tmp_path):
 
 
 def falls_back(run, reason):
-    """Whether step 2 is taken and one line says why step 4 is not."""
+    """Assert that step 2 is taken and that one line says why step 4 is not; return True."""
     said = []
-    assert latest_checkpoint(run, said.append) == (2, run / "checkpoints" / "step_2")
-    assert len(said) == 1 and f"{run / 'checkpoints' / 'step_4'} is skipped: {reason}" in said[0], (
-        said
-    )
+    checkpoints = run / "checkpoints"
+    assert latest_checkpoint(run, said.append) == (2, checkpoints / "step_2")
+    assert len(said) == 1 and f"{checkpoints / 'step_4'} is skipped: {reason}" in said[0], said
     return True
 
 
 def flipped(data, bit):
+    """Return `data` with one bit flipped; bits are counted over all bytes."""
     return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
 
 
@@ -50,25 +50,24 @@ def test_200_damages(run, fault):
     for trial in range(200):
         file = run / "checkpoints" / "step_4" / FILES[trial % 5]
         data = file.read_bytes()
-        # The ends first: an empty file, and one without its last byte.
+        # Of each file: first an empty one, then one without its last byte, then random lengths.
         length = [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 5, 2)]
-        file.write_bytes(
-            data[:length]
-            if fault == "truncated"
-            else flipped(data, numbers.randrange(8 * len(data)))
-        )
+        if fault == "truncated":
+            file.write_bytes(data[:length])
+        else:
+            file.write_bytes(flipped(data, numbers.randrange(8 * len(data))))
         found += falls_back(run, f"{file.name} ")
         file.write_bytes(data)
     assert latest_checkpoint(run)[0] == 4
     print(f"{found} of 200 files {fault} found")
 
 
-def test_bits_of_a_record(run):
-    """Most of them leave readable JSON, so the record has a sum of itself."""
+def test_a_flipped_bit_of_a_record_is_found(run):
+    """The record has a sum of itself because many flipped bits leave readable JSON."""
     folder = run / "checkpoints" / "step_4"
     readable = 0
     data = (folder / "step.json").read_bytes()
-    for bit in range(0, 8 * len(data), 3):  # every bit of some byte in three
+    for bit in range(0, 8 * len(data), 3):  # a third of all bits
         changed = flipped(data, bit)
         (folder / "step.json").write_bytes(changed)
         try:
@@ -85,48 +84,43 @@ def record(folder):
 
 
 def put(folder, **more):
-    """A record with the sum of itself that was right before."""
+    """Change entries of the record, but not its sum of itself, which becomes wrong."""
     (folder / "step.json").write_text(json.dumps(record(folder) | more))
 
 
 def list_files(folder, changes):
-    """A record of other files, with the right sum of itself."""
-    seal(
-        folder,
-        sha256={
-            name: digest
-            for name, digest in {**record(folder)["sha256"], **changes}.items()
-            if digest
-        },
-    )
+    """Change the sums that the record lists, name -> sum or None to remove, and update its sum of itself."""
+    listed = record(folder)["sha256"] | changes
+    seal(folder, sha256={name: digest for name, digest in listed.items() if digest})
 
 
-def lists_fewer_files(folder):
-    put(
-        folder,
-        sha256={
-            name: digest for name, digest in record(folder)["sha256"].items() if name != FILES[2]
-        },
-    )
+def list_fewer_files(folder):
+    """Remove a file from the record, but do not update the record's sum of itself."""
+    listed = record(folder)["sha256"]
+    del listed[FILES[2]]
+    put(folder, sha256=listed)
 
 
-def outside(folder):
+def list_a_file_outside(folder):
+    """Add a file of another checkpoint, with its right sum, to the record."""
     other = record(folder.with_name("step_2"))["sha256"]["model.safetensors"]
     list_files(folder, {"../step_2/model.safetensors": other})
 
 
 def to_folder(file):
+    """Replace a file by an empty folder."""
     file.unlink()
     file.mkdir()
 
 
+# Fault -> (damages the folder `f` of a checkpoint, the reason that is given).
 CASES = {
     "no record": (lambda f: (f / "step.json").unlink(), "step.json is missing"),
     "a future format": (lambda f: put(f, format=5), "step.json has format 5 of moh_vision 0.1.0; this is 0.1.0, which reads 4"),
     "another step": (lambda f: seal(f, step=40), "step.json is of step 40"),
-    "a name outside": (outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
+    "a name outside": (list_a_file_outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
     "an absolute name": (lambda f: list_files(f, {"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
-    "fewer files": (lists_fewer_files, "step.json does not have its own sha256"),
+    "fewer files": (list_fewer_files, "step.json does not have its own sha256"),
     "a file less": (lambda f: (f / FILES[1]).unlink(), "optimizer.safetensors is missing"),
     "a folder for a file": (lambda f: to_folder(f / FILES[1]), "optimizer.safetensors is"),
     "a file more": (lambda f: (f / "x.safetensors").write_bytes(b""), "x.safetensors is not in step.json"),
@@ -141,8 +135,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_folder_is_passed_over(run, name):
-    damaging, reason = CASES[name]
-    damaging(run / "checkpoints" / "step_4")
+    damage_folder, reason = CASES[name]
+    damage_folder(run / "checkpoints" / "step_4")
     assert falls_back(run, reason)
 
 

@@ -1,4 +1,4 @@
-"""A save that fails costs that save: training goes on, earlier checkpoints are as they were, nothing is left over."""
+"""After a save that fails, training goes on, earlier checkpoints are intact and no temporary files are left."""
 
 import contextlib
 import errno
@@ -27,12 +27,13 @@ from tests.support.small_training import SmallTraining, at_point, hidden, sums, 
 
 
 def disk_full(point):
+    """Raise the error of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), point)
 
 
 @contextlib.contextmanager
 def largest_file(n):
-    """Files of this process end at n bytes, with the error that a full disk gives, but for its number."""
+    """Within the block, writing more than n bytes to a file fails with an OSError, EFBIG."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
     try:
@@ -48,11 +49,8 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
     assert training.save(run, 1, 2) is None
     training.step(2)
     assert training.save(run, 2, 2, points.append) is None
-    spare = (
-        "unlink",
-        "rmdir",
-        "link",
-    )  # a deletion is not needed, and a copy is made where there are no links
+    # These calls may fail without harm: a file too many stays, or a copy is made instead of a link.
+    spare = ("unlink", "rmdir", "link")
     points = [point for point in points if point.split()[0] not in spare]
     earlier = sums(run / "checkpoints" / "step_2")
     named = points.index("rename .step_2.tmp")
@@ -64,7 +62,7 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
         assert problem and "No space left on device" in problem
         assert hidden(run) == [], points[last]
         newest, folder = latest_checkpoint(run, pytest.fail)
-        # From its rename on a checkpoint is there, whatever becomes of the rest.
+        # Once its folder is renamed, a checkpoint counts, even if a later call of the save fails.
         assert newest == (step if last >= named else 2), points[last]
         if last < named:
             assert sums(folder) == earlier
@@ -74,18 +72,17 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
 
 
 def test_files_that_cannot_grow(tmp_path):
-    """As the system says it, to safetensors and to a text file."""
+    """The limit comes from the system, so that both safetensors and writing text meet a real error."""
 
     def work():
         training = SmallTraining(width=512)
         training.step(1)
         assert training.save(tmp_path, 1, 2) is None
         earlier = sums(tmp_path / "checkpoints")
-        sizes = sorted(
-            {p.stat().st_size for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
-        )
+        files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+        sizes = sorted({path.stat().st_size for path in files})
+        # beside.safetensors and step.json are the smallest files, optimizer.safetensors is the largest.
         assert sizes[0] < 1000 and sizes[-1] > 30_000
-        # The files of what is beside the model and of the record are the smallest, the optimiser's the largest.
         for limit in (sizes[0] // 2, 5000, sizes[-1] - 10_000):
             training.step(2)
             with largest_file(limit):
@@ -98,7 +95,7 @@ def test_files_that_cannot_grow(tmp_path):
 
 
 def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatch):
-    """Training goes on meanwhile: what is written is the state after its step."""
+    """A save in the background writes the state after its step, although training goes on meanwhile."""
     told = []
     may_end = threading.Event()
     monkeypatch.setattr(saver, "say", lambda text: (told.append(text), may_end.set()))
@@ -136,7 +133,7 @@ def test_where_there_are_no_links_the_weights_are_copied(training, tmp_path, mon
 
 @pytest.fixture
 def readable(tmp_path):
-    """A folder that another user may enter, which those of pytest are not."""
+    """A temporary folder that another user may enter; pytest's tmp_path is private."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
@@ -147,7 +144,10 @@ def readable(tmp_path):
 
 
 def unprivileged(work, *read_only):
-    """Exit code of `work` done by a user who may not write these paths; the administrator may write anywhere."""
+    """Return the exit code of `work`, called in a fork by a user who may not write the paths `read_only`.
+
+    Root could write them all the same, so a fork of root becomes another user.
+    """
 
     def child():
         for path in read_only:
@@ -174,6 +174,7 @@ def test_a_folder_that_turns_read_only(training, readable):
 
 
 def not_writable(folder, words):
+    """Expect that the check of --output refuses `folder`, with `words` for a reason."""
     refuse(f"--output {folder}.* cannot be written: .*{words}", check_writable, folder)
 
 
@@ -184,16 +185,17 @@ def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
     checkpoints.mkdir(parents=True)
     checkpoints.parent.chmod(0o777)
     checkpoints.chmod(0o555)
-    assert (
-        unprivileged(lambda: not_writable(readable / "run", "checkpoints: Permission denied")) == 0
-    )
+
+    def refuses_checkpoints():
+        not_writable(readable / "run", "checkpoints: Permission denied")
+
+    assert unprivileged(refuses_checkpoints) == 0
     for folder in (readable / "run", readable / "run" / "not yet"):
-        assert (
-            unprivileged(
-                lambda folder=folder: not_writable(folder, ": Permission denied"), readable / "run"
-            )
-            == 0
-        )
+
+        def refuses(folder=folder):
+            not_writable(folder, ": Permission denied")
+
+        assert unprivileged(refuses, readable / "run") == 0
     (tmp_path / "file").write_text("")
     not_writable(tmp_path / "file" / "run", "Not a directory")
 
@@ -205,6 +207,7 @@ def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
     assert hidden(tmp_path) == [] and hidden(readable) == []
 
 
+# Commands that write, given an output in a folder where not even root can write. Words in capitals are paths.
 WRITERS = """shards --in IMAGES --out /proc/x
 latents --data IMAGES --out /proc/x --vae /no/vae
 tokenise /no.txt --tokenizer /no.json --out /proc/x
@@ -215,9 +218,9 @@ publish RUN --output /proc/x
 predict RUN IMAGE --output /proc/x.json"""
 
 
-@pytest.mark.parametrize("line", WRITERS.splitlines())
+@pytest.mark.parametrize("line", WRITERS.splitlines(), ids=lambda line: line.split()[0])
 def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_path, refused, line):
-    """Permissions do not tell of it: for root all are there."""
+    """Looking at permissions would not be enough: root has them all, and still cannot write in /proc."""
     write_folder(tmp_path / "IMAGES")
     argv = [str(tmp_path / a) if a.isupper() else a for a in line.split()]
     option, path = argv[argv.index("--out" if "--out" in argv else "--output") :][:2]
@@ -232,7 +235,10 @@ def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_pa
 def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(
     tmp_path, monkeypatch, capsys, background
 ):
-    """In the background a failure ends the run where the next save is due; the last save has no next one."""
+    """A failure in the background is noticed when the next save is due, so such a run ends one save later.
+
+    A failure of the last save ends the run at once: no later save could make up for it.
+    """
     seal = saver.seal
 
     def seal_unless_full(folder, step, *rest):
@@ -242,19 +248,16 @@ def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(
 
     monkeypatch.setattr(saver, "seal", seal_unless_full)
     with pytest.raises(SystemExit) as stop:
-        more = "--keep-checkpoints", 9, "--save_in_background", background
+        more = ("--keep-checkpoints", 9, "--save_in_background", background)
         script("cls").main(arguments("cls", tmp_path, 100, 2, *more))
     out, error = capsys.readouterr()
-    assert (
-        stop.value.code == 1
-        and "step 16 could not be saved" in error
-        and "3. failure in a row" in error
-    )
+    assert stop.value.code == 1
+    assert "step 16 could not be saved" in error and "3. failure in a row" in error
     assert "earlier checkpoints are intact" in error
-    assert checkpoint_steps(tmp_path) == [6, 10] and out.count("No space left on device: ") == 5
-    assert out.count("; training goes on") == 5 and logged(tmp_path)[-1]["step"] == (
-        18 if background == "true" else 16
-    )
+    assert checkpoint_steps(tmp_path) == [6, 10]
+    assert out.count("No space left on device: ") == out.count("; training goes on") == 5
+    last_step = 18 if background == "true" else 16
+    assert logged(tmp_path)[-1]["step"] == last_step
     if background == "false":
         failures = [e["failed_saves"] for e in logged(tmp_path)]
         assert failures == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5]
@@ -291,6 +294,7 @@ def test_an_output_that_cannot_be_written_is_refused_by_the_scripts(capsys):
 
 
 def saves_that_fail_on_one(rank, folder):
+    """Save on two processes, of which only the main process writes and can fail."""
     training = SmallTraining()
     assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
     assert training.save(folder, 1, 2) is None
@@ -315,6 +319,6 @@ def saves_that_fail_on_one(rank, folder):
 
 
 def test_two_processes_agree(tmp_path):
-    """What fails on the one that writes is known to both, so that neither waits for the other or goes on alone."""
+    """Both processes learn of a failed save, so that neither waits forever for the other or goes on alone."""
     on_two_ranks(saves_that_fail_on_one, tmp_path)
     assert latest_checkpoint(tmp_path)[0] == 3

@@ -1,5 +1,6 @@
-"""A process that is killed while it saves leaves a checkpoint to resume from, wherever it was."""
+"""A process that is killed at any point of a save leaves a whole checkpoint, from which the run resumes."""
 
+import copy
 import itertools
 import json
 import os
@@ -14,11 +15,14 @@ from safetensors import safe_open
 from moh_vision.engine.step_folders import damage, latest_checkpoint
 from tests.support.processes import fork, wait
 from tests.support.repeat import cases
-from tests.support.small_training import again, at_point, hidden, seal
+from tests.support.small_training import at_point, copy_over, hidden, seal
 
 
 def kill_this_process(point):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# States of the folder of checkpoints before a save of step 6 is killed. Each function gets a folder with steps 2 and 4.
 
 
 def only_step_4(checkpoints):
@@ -30,22 +34,22 @@ def steps_2_and_4(checkpoints):
 
 
 def step_6_is_there_and_alone(checkpoints):
-    """Saved again, a whole checkpoint stays as it is; here it has the weights of step 4."""
-    again(checkpoints / "step_4", checkpoints / "step_6")
+    """Step 6 exists already, with the weights of step 4. Saving an existing whole checkpoint again changes nothing."""
+    copy_over(checkpoints / "step_4", checkpoints / "step_6")
     seal(checkpoints / "step_6", step=6)
     for step in (2, 4):
         shutil.rmtree(checkpoints / f"step_{step}")
 
 
 def step_6_is_there_and_damaged(checkpoints):
-    again(checkpoints / "step_4", checkpoints / "step_6")
+    copy_over(checkpoints / "step_4", checkpoints / "step_6")
     seal(checkpoints / "step_6", step=6)
     shutil.rmtree(checkpoints / "step_2")
     (checkpoints / "step_6" / "model.safetensors").write_bytes(b"torn")
 
 
 def killed_before(checkpoints):
-    """There is rubbish beside the only checkpoint."""
+    """An earlier kill has left temporary files next to the only checkpoint."""
     shutil.rmtree(checkpoints / "step_2")
     for name in (".step_6.tmp", ".step_2.gone", ".step_5.tmp"):
         (checkpoints / name).mkdir()
@@ -53,44 +57,47 @@ def killed_before(checkpoints):
     (checkpoints.parent / ".ema.safetensors.tmp").write_bytes(b"torn")
 
 
-FAST = [only_step_4, step_6_is_there_and_alone]
-OTHERS = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
+ALWAYS = [only_step_4, step_6_is_there_and_alone]
+RELIABILITY = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
 
 
 @pytest.mark.parametrize(
-    "before", FAST + [pytest.param(case, marks=pytest.mark.reliability) for case in OTHERS]
+    "before", ALWAYS + [pytest.param(case, marks=pytest.mark.reliability) for case in RELIABILITY]
 )
 def test_killed_at_every_point_of_a_save(training, tmp_path, before):
-    """One checkpoint is kept, so that there is never another one to fall back to."""
+    """The save keeps one checkpoint, so the old one must not be deleted before the new one is whole."""
     base = tmp_path / "base"
     run = tmp_path / "run"
     states = {}
+    weights = {}
     for step in range(1, 7):
         training.step(step)
         if step in (2, 4):
             assert training.save(base, step, keep=2) is None
         states[step] = training.state()
-        weights = {"model": training.model.state_dict(), "ema": training.ema.module.state_dict()}
-        states[step, "weights"] = {
-            k: {n: t.clone() for n, t in w.items()} for k, w in weights.items()
+        weights[step] = {
+            "model": copy.deepcopy(training.model.state_dict()),
+            "ema": copy.deepcopy(training.ema.module.state_dict()),
         }
     before(base / "checkpoints")
 
-    again(base, run)
+    copy_over(base, run)
     points = []
     assert training.save(run, 6, 1, points.append) is None
     assert len(points) >= 20 and hidden(run) == []
     (run / "checkpoints" / "step_6").rename(tmp_path / "step_6")
 
-    ends = {4: 0, 6: 0}
+    ends = {4: 0, 6: 0}  # step -> how many runs resume from it
     for last in range(len(points) + 1):
-        again(base, run)
+        copy_over(base, run)
         training.saved.restore(tmp_path / "step_6")
         kill = at_point(last, kill_this_process)
-        assert (
-            wait(fork(lambda kill=kill: (kill("before all"), training.save(run, 6, 1, kill))))
-            == -signal.SIGKILL
-        )
+
+        def save_and_die(kill=kill):
+            kill("before all")
+            training.save(run, 6, 1, kill)
+
+        assert wait(fork(save_and_die)) == -signal.SIGKILL
         where = "before all" if last == 0 else points[last - 1]
         step, folder = latest_checkpoint(run, lambda text: None)
         training.saved.restore(folder)
@@ -100,14 +107,13 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
         for name in ("model", "ema"):
             with safe_open(run / f"{name}.safetensors", "pt") as file:
                 about = json.loads(file.metadata()["step"])
-                expected = states[about, "weights"][name]
+                expected = weights[about][name]
                 assert set(file.keys()) == set(expected), where
                 assert all(torch.equal(file.get_tensor(k), v) for k, v in expected.items()), where
-        # A new process goes on from there and leaves nothing of the dead one.
+        # The next save of a new process deletes what the dead one has left.
         assert training.save(run, 7, 1) is None, where
-        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_7"] and hidden(
-            run
-        ) == [], where
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_7"], where
+        assert hidden(run) == [], where
         assert damage(run / "checkpoints" / "step_7", 7) is None
     assert ends[4] > 5 and (ends[6] > 3 or before is step_6_is_there_and_alone)
     print(
@@ -116,14 +122,24 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, monkeypatch):
-    """What a kill cannot show, because the system keeps what a dead process wrote: only a power cut loses it."""
-    calls = []
+    """Every file is flushed with fsync before a rename, so that a power cut loses no checkpoint.
+
+    Tests that kill a process cannot show this: the system still writes what the dead process had handed over.
+    """
+    calls = []  # paths that fsync flushes, and pairs of paths that rename gets, in their order
     fsync = os.fsync
     rename = os.rename
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
-    )
-    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append((str(a), str(b))), rename(a, b)))
+
+    def recorded_fsync(fd):
+        calls.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def recorded_rename(source, target):
+        calls.append((str(source), str(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
     checkpoints = tmp_path / "checkpoints"
     assert training.save(tmp_path, 1, 1) is None
     calls.clear()
@@ -135,7 +151,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, m
     assert len(flushed) == 5 and flushed <= set(calls[:named])
     deleted = calls.index((str(checkpoints / "step_1"), str(checkpoints / ".step_1.gone")))
     assert str(checkpoints) in calls[named:deleted]
-    for name in ("model", "ema"):  # links to what is on the disk
+    # The weights of the run are hard links to files of the checkpoint, which are on the disk by then.
+    for name in ("model", "ema"):
         linked = calls.index(
             (str(tmp_path / f".{name}.safetensors.tmp"), str(tmp_path / f"{name}.safetensors"))
         )
@@ -146,9 +163,12 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, m
 @pytest.mark.reliability
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_whole_checkpoint_at_every_instant(training, tmp_path, keep):
-    """The writer is stopped at random instants, rotation included, and looked at from outside."""
+    """A process that saves all the time is stopped at random instants, and another one looks for a checkpoint.
 
-    def save_for_ever():  # every third step twice
+    Some instants fall into the deletion of old checkpoints.
+    """
+
+    def save_for_ever():  # every third step is saved twice
         for step in itertools.count(2):
             training.step(step)
             for _ in range(2 if step % 3 == 0 else 1):

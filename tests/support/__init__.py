@@ -1,1 +1,1 @@
-"""What tests share: small models, data, runs, refusals. Tests import these modules by their full name."""
+"""Modules that tests share: small models, data and runs, and checks. Tests import each module by its full name."""

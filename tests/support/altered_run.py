@@ -1,4 +1,4 @@
-"""A training script in float64, or one of whose processes gets a batch that overflows.
+"""Run a training script in float64, or let a batch of one process overflow.
 
 python altered_run.py in_float64 cls|dit ARGUMENTS
 python altered_run.py overflow:RANK:STEP cls|dit ARGUMENTS
@@ -11,7 +11,7 @@ import torch
 
 alteration, *where = sys.argv[1].split(":")
 if alteration == "in_float64":
-    torch.set_default_dtype(torch.float64)  # before anything is imported
+    torch.set_default_dtype(torch.float64)  # before the package is imported, which may make tensors
 
 from moh_vision.classification import scores  # noqa: E402
 from tests.support.small_runs import script  # noqa: E402
@@ -19,6 +19,9 @@ from tests.support.small_runs import script  # noqa: E402
 module = script(sys.argv[2])
 batches = module.training_loader
 evaluate = scores.evaluate
+
+
+# The two alterations of the training loader; `alteration` names one of them.
 
 
 def double(tensor):

@@ -1,7 +1,8 @@
-"""The back ends that tests/attention compares, `attend` of each, called alike, and the loop in float64.
+"""One function, `attend`, for all back ends that tests/attention compares, and the same equation as a loop.
 
-The form they share: queries [B, H, N, D], keys and values [B, G, M, D], gates [B, N or 1, H] or None, and which heads run,
-active [B, N, H]. Outputs are [B, N, H, D], 0 where a head is off, and lse [P] in the order of the list of pairs.
+Inputs: queries [B, H, N, D], keys and values [B, G, M, D], gates [B, N or 1, H] or None, and active [B, N, H], which is
+true where a head runs. Outputs: o [B, N, H, D], 0 where a head does not run, and lse [P], the log-sum-exp of the scores of
+each pair, in the order of the list of pairs.
 """
 
 import contextlib
@@ -21,16 +22,18 @@ except ImportError:  # Triton is not installed
     gpu = None
 
 OPS = torch.ops.moh_vision
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run
 
 
 class Backend(NamedTuple):
+    """A path of operators and the type of its tensors."""
+
     path: str
     dtype: torch.dtype = torch.float32
 
     @property
     def tolerance(self) -> float:
-        """Of the largest number."""
+        """Largest allowed difference, relative to the largest element."""
         return 2e-5 if self.dtype == torch.float32 else 2e-2
 
     @property
@@ -65,11 +68,11 @@ class Backend(NamedTuple):
 EAGER, CPP, TRITON = (Backend(path) for path in ("torch", "cpp", "triton"))
 CPP16 = Backend("cpp", torch.bfloat16), Backend("cpp", torch.float16)
 TRITON16 = Backend("triton", torch.bfloat16), Backend("triton", torch.float16)
-IN_PLACE = TRITON, *CPP16  # they have `attend_in_place` and `attend_product`
+IN_PLACE = TRITON, *CPP16  # back ends with the operators `attend_in_place` and `attend_product`
 
 
 class Launched(TorchDispatchMode):
-    """Which operators of Triton a block calls; those that are tried in another thread are none of its calls."""
+    """Record which operators of Triton a block calls, but not the calls of other threads, such as trial runs."""
 
     def __init__(self):
         super().__init__()
@@ -83,6 +86,7 @@ class Launched(TorchDispatchMode):
 
 @contextlib.contextmanager
 def threads(count):
+    """Set the number of PyTorch's threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -92,18 +96,19 @@ def threads(count):
 
 
 def on(*backends):
+    """Parametrize a test by back ends."""
     return pytest.mark.parametrize("backend", backends, ids=str, indirect=True)
 
 
 def list_for_triton(active, tail=5):
-    """The list of pairs on Triton's device, with numbers behind it that are no tokens."""
+    """Return the list of pairs on Triton's device, followed by `tail` invalid indices, which kernels must not read."""
     pairs = kernels.list_pairs(active)
     token = torch.cat([pairs.token, torch.full((tail,), 2**31 - 1, dtype=torch.int32)])
     return token.to(DEVICE), pairs.offsets.to(DEVICE)
 
 
 def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):  # noqa: PLR0913
-    """`attend` of a back end; plain PyTorch has no lse."""
+    """Return o and lse of a back end; lse is None in plain PyTorch."""
     B, H, N, D = q.shape
     if backend.path == "triton":
         on_device = [x if x is None else x.to(DEVICE) for x in (q, k, v, gates, mask)]
@@ -120,34 +125,34 @@ def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=N
     else:
         o = eager.attend(rows, k, v, *pairs, H, N, source, is_causal, mask)
         lse = None
-    where = eager.rows_of_pairs(*pairs, H)
+    index = eager.rows_of_pairs(*pairs, H)  # row of each pair in [B * N * H, D]
     if gates is not None:
-        o = o * gates.expand(B, N, H).reshape(-1, 1)[where].to(o.dtype)
-    return eager.scatter(o, where, B * N * H).view(B, N, H, D), lse
+        o = o * gates.expand(B, N, H).reshape(-1, 1)[index].to(o.dtype)
+    return eager.scatter(o, index, B * N * H).view(B, N, H, D), lse
 
 
 def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=None):
-    """The equation, one head of one sequence at a time."""
+    """Return o and lse by the equation of attention, for one head of one sequence at a time."""
     (B, H, N, D), (G, M) = q.shape, k.shape[1:3]
     outputs = []
     sums = []
     for h in range(H):
         for b in range(B):
+            # Which keys and values this head reads, as an index over the first two dimensions of k and v.
             read = b * G + h * G // H if source is None else int(source[h * B + b])
-            key = k.flatten(0, 1)[read]
-            value = v.flatten(0, 1)[read]
-            n = active[b, :, h].nonzero().squeeze(1)
-            scores = q[b, h, n] @ key.t() / math.sqrt(D)
+            key = k.flatten(0, 1)[read]  # [M, D]
+            value = v.flatten(0, 1)[read]  # [M, D]
+            n = active[b, :, h].nonzero().squeeze(1)  # tokens for which the head runs
+            scores = q[b, h, n] @ key.t() / math.sqrt(D)  # [len(n), M]
             if mask is not None:
                 rows = mask.expand(B, H, N, M)[b, h, n]
-                scores = (
-                    scores.masked_fill(~rows, -math.inf)
-                    if rows.dtype == torch.bool
-                    else scores + rows.double()
-                )
+                if rows.dtype == torch.bool:
+                    scores = scores.masked_fill(~rows, -math.inf)
+                else:
+                    scores = scores + rows.double()
             if is_causal:
                 scores = scores.masked_fill(torch.arange(M) > n.unsqueeze(1), -math.inf)
-            blind = scores.isneginf().all(1, keepdim=True)
+            blind = scores.isneginf().all(1, keepdim=True)  # tokens that see no key have output 0
             o = scores.masked_fill(blind, 0).softmax(1).masked_fill(blind, 0) @ value
             if gates is not None:
                 o = o * gates.expand(B, N, H)[b, n, h].unsqueeze(1)
@@ -158,7 +163,10 @@ def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=
 
 @contextlib.contextmanager
 def fresh_memory_is_nan():
-    """What torch.empty returns, and memory that was given back."""
+    """Within the block torch.empty returns NaN, so that an element that a kernel does not write is noticed.
+
+    Freed memory is filled with NaN too, for kernels that get their memory from the allocator directly.
+    """
     for size in (2**10, 2**14, 2**18, 2**20, 2**22):
         for _ in range(4):
             torch.full((size,), math.nan)
@@ -171,7 +179,7 @@ def fresh_memory_is_nan():
 
 
 def outputs_and_gradients(backend, q, k, v, gates, active, do, **options):
-    """o, lse, and gradients of queries, keys, values and gates by name."""
+    """Return name -> tensor: o, lse, and the gradients dq, dk, dv and dgates, for the gradient `do` of o."""
     tensors = dict(q=q, k=k, v=v, gates=gates)
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
     with fresh_memory_is_nan():

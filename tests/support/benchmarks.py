@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/, which import one another as scripts do, by their last names."""
+"""Import scripts of benchmarks/ by their bare names, as they import one another."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from tests.support.paths import ROOT
 
 
 def benchmark(name: str) -> ModuleType:
-    """Import a script, such as "attention"."""
+    """Import benchmarks/NAME.py and return the module."""
     folder = str(ROOT / "benchmarks")
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,26 +1,27 @@
-"""The ways in which a file can be wrong."""
+"""Damage the bytes of a file at random."""
 
 import json
 import struct
 
 
 def with_header(data: bytes, change) -> bytes:
-    """A safetensors file whose JSON header went through `change` (dict -> dict or bytes)."""
+    """Return a safetensors file with its JSON header replaced by `change(header)`, a dict or bytes."""
     (length,) = struct.unpack("<Q", data[:8])
     header = change(json.loads(data[8 : 8 + length]))
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data[8 + length :]
 
 
-def named(header: dict, rng) -> dict:
-    return header[rng.choice(sorted(k for k in header if k != "__metadata__"))]
+def random_tensor(header: dict, rng) -> str:
+    """Return the name of a random tensor in the header of a safetensors file."""
+    return rng.choice(sorted(k for k in header if k != "__metadata__"))
 
 
 DAMAGES = (
     "bytes",
     "header bytes",
     "cut",
-    "other",
+    "replaced",
     "length",
     "insert",
     "offsets",
@@ -29,7 +30,8 @@ DAMAGES = (
     "name",
     "metadata",
 )
-OTHERS = (
+# Contents that replace a whole file.
+REPLACEMENTS = (
     b"",
     b"5",
     b"null",
@@ -42,21 +44,21 @@ OTHERS = (
 
 
 def mutated(data: bytes, rng) -> bytes:  # noqa: C901
-    """One of the ways in which a file can be wrong."""
+    """Return `data` with one of `DAMAGES`. Where it needs the header of safetensors, other files get random bytes."""
     damage = rng.choice([*DAMAGES])
     damaged = bytearray(data)
     safetensors = data[8:9] == b"{"
     if damage == "cut":
         return data[: rng.randrange(len(data))]
-    if damage == "other":
-        return rng.choice(OTHERS)
+    if damage == "replaced":
+        return rng.choice(REPLACEMENTS)
     if damage == "insert":
         offset = rng.randrange(len(data))
         return data[:offset] + rng.randbytes(rng.choice((1, 8, 100))) + data[offset:]
     if damage == "bytes" or not safetensors:
         for _ in range(rng.choice((1, 3, 50))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        if not safetensors:  # the pickle and the directory, where most of the meaning is
+        if not safetensors:  # a zip has its pickle at the start and its directory at the end
             near = min(3000, len(data))
             for _ in range(5):
                 damaged[rng.choice((rng.randrange(near), -1 - rng.randrange(near)))] ^= (
@@ -73,7 +75,7 @@ def mutated(data: bytes, rng) -> bytes:  # noqa: C901
         return struct.pack("<Q", rng.choice(lengths)) + data[8:]
 
     def change(header):
-        entry = named(header, rng)
+        entry = header[random_tensor(header, rng)]
         if damage == "offsets":
             a, b = entry["data_offsets"]
             offsets = ([b, a], [a, 2**62], [-4, b], [a + 4, b], [0, 2**64], [a, b + 4], [0, 0], [])
@@ -95,7 +97,7 @@ def mutated(data: bytes, rng) -> bytes:  # noqa: C901
             )
             entry["shape"] = rng.choice(shapes)
         elif damage == "name":
-            old = rng.choice(sorted(k for k in header if k != "__metadata__"))
+            old = random_tensor(header, rng)
             header[rng.choice(("../../x", "", "a" * 10_000, "\u0000", "blocks.99.x"))] = header.pop(
                 old
             )

@@ -11,9 +11,10 @@ DEIT = "deit_tiny_distilled_patch16_224"
 
 
 def dense(name=VIT, **kwargs):
+    """Return a small ViT whose parameters, zeros and ones included, are perturbed so that each shows in the output."""
     torch.manual_seed(3)
     model = timm.create_model(name, **{**SMALL, **kwargs}).eval()
-    for p in model.parameters():  # norms, LayerScale and biases that show, heads that differ
+    for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
 

@@ -1,4 +1,4 @@
-"""A small model of every family, by name, with its inputs."""
+"""Small models of every family by name, with their inputs."""
 
 import timm
 import torch
@@ -9,32 +9,34 @@ from tests.support import llama_tiny, small_transnext, text_tiny, tiny_dit, tiny
 IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
 
 
+# Each of the following returns make(router, **kwargs), which returns a model and the inputs of its forward.
+
+
 def vision(name, options, *inputs):
     def make(router, **kwargs):
         budget = None if router == "mae" else 0.75
-        return timm.create_model(
-            name, **{**options, "router": router, "head_budget": budget, **kwargs}
-        ).eval(), inputs
+        arguments = {**options, "router": router, "head_budget": budget, **kwargs}
+        return timm.create_model(name, **arguments).eval(), inputs
 
     return make
 
 
 def text(preset, *inputs):
-    return lambda router, **kwargs: (
-        text_tiny.tiny(preset, router, dtype=torch.float32, **kwargs),
-        inputs,
-    )
+    def make(router, **kwargs):
+        return text_tiny.tiny(preset, router, dtype=torch.float32, **kwargs), inputs
+
+    return make
 
 
 def llama(router):
-    return moh_vision.convert(llama_tiny.dense(), head_budget="uniform:0.5", router=router), (
-        llama_tiny.words(),
-    )
+    """Return a converted LLaMA and its inputs."""
+    model = moh_vision.convert(llama_tiny.dense(), head_budget="uniform:0.5", router=router)
+    return model, (llama_tiny.words(),)
 
 
 WORDS = text_tiny.words(2, 6)
 LATENTS = IMAGES[..., :8, :8], torch.tensor([3]), torch.tensor([1])
-FAMILIES = {  # name -> makes a model and its inputs
+FAMILIES = {  # name -> make(router, **kwargs)
     "vit": vision("moh_vit_tiny_patch16_224", tiny_vit.TINY, IMAGES[..., :16, :16]),
     "transnext": vision("moh_transnext_base_50", small_transnext.SMALL, IMAGES),
     "dit": vision("moh_dit_small_patch2_75", tiny_dit.TINY, *LATENTS),
@@ -47,7 +49,7 @@ FAMILIES = {  # name -> makes a model and its inputs
 
 @torch.no_grad()
 def awake(model, std=0.1):
-    """MoA's gates and a DiT's output start at zero."""
+    """Add noise to all parameters: MoA's gates and the output of a DiT start at zero and would hide errors."""
     for weight in model.parameters():
         weight += std * torch.randn_like(weight)
     return model

@@ -1,4 +1,4 @@
-"""Loss curves of short runs through the real training scripts, in float64: what is run, and what is recorded of it."""
+"""Loss curves of short runs of the real training scripts in float64: run them, record them, compare them."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from tests.support.tiny_vae import save_tiny_vae, write_latents
 
 HERE = ROOT / "tests" / "golden"
 STEPS = 20
-# Relative. docs/testing.md has the differences between threads and instruction sets that it was chosen from.
+# Relative. Chosen from the differences between numbers of threads and instruction sets, see docs/testing.md.
 TOLERANCE = 1e-5
 TOLERANCE_IN_FLOAT32 = 2e-4
 PACKAGES = ("torch", "timm", "transformers", "tokenizers", "scikit-learn")
@@ -98,7 +98,7 @@ CASES = {
 
 
 def write_data(folder: Path) -> dict:
-    """The data of all cases, by the names in their options."""
+    """Write the data of all cases and return {name: path}; the options of `CASES` have these names in braces."""
     paths = dict(pairs=write_pairs(folder / "pairs", train=60), plain=write_plain(folder / "plain"))
     paths["words"] = words(folder / "words", ENGLISH)
     paths["llama"] = folder / "llama"
@@ -130,10 +130,11 @@ def in_float64(batch: dict) -> dict:
 
 @contextlib.contextmanager
 def recorded(double: bool):
-    """Records the losses of every step of the runs inside, whose steps are in float64 if asked.
+    """Yield a list to which every step of the runs in the block appends its losses, {name: mean over micro-batches}.
 
-    Weights, augmentation and noise are drawn as in float32, and validation is in float32 as it always is. Truncated
-    normals are drawn again until none is outside, as by torch of today: earlier releases drew others.
+    If `double`, the steps compute in float64. Weights, augmentation and noise are still drawn in float32, so that the
+    random numbers are those of a usual run, and validation is in float32. A truncated normal is replaced by a normal
+    whose elements outside of the limits are drawn again: releases of PyTorch draw it by different methods.
     """
     rows = []
     make_descent = BlockDescent.__init__
@@ -141,11 +142,14 @@ def recorded(double: bool):
     all_steps = TrainingLoop.steps
 
     def recorded_step(self, batches, *arguments, **more):
-        do_step(self, map(in_float64, batches) if double else batches, *arguments, **more)
-        names = [name for name in self.losses[0] if name != "head_runs"]
-        rows.append(
-            {name: sum(float(v[name]) for v in self.losses) / len(self.losses) for name in names}
-        )
+        if double:
+            batches = map(in_float64, batches)
+        do_step(self, batches, *arguments, **more)
+        row = {}
+        for name in self.losses[0]:
+            if name != "head_runs":
+                row[name] = sum(float(v[name]) for v in self.losses) / len(self.losses)
+        rows.append(row)
 
     def normal(tensor, mean, std, a, b, generator=None):
         with torch.no_grad():
@@ -173,16 +177,14 @@ def recorded(double: bool):
 
 
 def curve(case: str, data: dict, output: Path, double: bool = True, more: str = "") -> dict:
-    """Name of each loss -> its values over the steps; and of what the run ends with: its weights and validation loss."""
+    """Run a case and return {name of a loss: its values over the steps}.
+
+    Three curves have one value, for the end of the run: "weights" (their sum of absolute values), "ema_distance" (the sum
+    of absolute differences of EMA and weights) and "validation" (the loss). A run without EMA or validation lacks them.
+    """
     script, options = CASES[case]
-    argv = [
-        *options.format(**data).split(),
-        *more.split(),
-        "--max-steps",
-        str(STEPS),
-        "--output",
-        str(output),
-    ]
+    argv = [*options.format(**data).split(), *more.split()]
+    argv += ["--max-steps", str(STEPS), "--output", str(output)]
     with recorded(double) as rows:
         script.main(argv)
     found = {name: [row[name] for row in rows] for name in rows[0]}
@@ -190,9 +192,8 @@ def curve(case: str, data: dict, output: Path, double: bool = True, more: str = 
     found["weights"] = [float(sum(w.double().abs().sum() for w in weights.values()))]
     if (output / "ema.safetensors").exists():
         average = load_file(output / "ema.safetensors")
-        found["ema_distance"] = [
-            float(sum((average[k].double() - w.double()).abs().sum() for k, w in weights.items()))
-        ]
+        distances = [(average[k].double() - w.double()).abs().sum() for k, w in weights.items()]
+        found["ema_distance"] = [float(sum(distances))]
     if (output / "results.json").exists():
         results = json.loads((output / "results.json").read_text())
         found["validation"] = [results.get("validation", results)["loss"]]
@@ -200,7 +201,7 @@ def curve(case: str, data: dict, output: Path, double: bool = True, more: str = 
 
 
 def about() -> dict:
-    """Where curves are recorded."""
+    """Return what a curve may depend on in this environment: dtype, processor, threads and packages."""
     return dict(
         dtype="float64",
         operators="plain PyTorch: the C++ ones have no float64",
@@ -211,21 +212,24 @@ def about() -> dict:
 
 
 def write(case: str, found: dict) -> None:
-    """Record a curve."""
+    """Record the curves of a case in tests/golden/CASE.json."""
     record = dict(tolerance=TOLERANCE, recorded_on=about(), curves=found)
-    # One list a line, so that a diff of the file shows which numbers moved.
+    # One list a line, so that a diff of the file shows which curves moved.
     text = json.dumps(record, indent=1)
-    (HERE / f"{case}.json").write_text(
-        re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
-    )
+    text = re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m[0].split()), text)
+    (HERE / f"{case}.json").write_text(text + "\n")
 
 
 def as_recorded(curves: dict, tolerance: float):
-    """What equals curves to a relative tolerance, of values below 1e-3 to that of 1e-3."""
+    """Return an object that equals `by_step` of curves within a relative tolerance.
+
+    Values below 1e-3 have the absolute tolerance of 1e-3.
+    """
     return pytest.approx(by_step(curves), rel=tolerance, abs=1e-3 * tolerance)
 
 
 def by_step(curves: dict) -> dict:
+    """Return {"NAME STEP": value}, the form in which pytest.approx names the values that differ."""
     return {
         f"{name} {step}": value
         for name, values in curves.items()

@@ -1,4 +1,4 @@
-"""Small layers of every router, ways to call them, and the comparison of an executor with the reference."""
+"""Small layers with every router, tables of calls, and the comparison of executors with the reference."""
 
 import torch
 from torch import nn
@@ -6,11 +6,12 @@ from torch import nn
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, SeparateHeadMixtureAttention
 from moh_vision.attention.routers.gate_norm import GateNorm
 
-C = 24
-H = 6
-D = 4
-B = 3  # of the cases
-N = 7  # of the cases
+C = 24  # width of a token
+H = 6  # heads
+D = 4  # width of a head
+B = 3  # sequences of a call
+N = 7  # tokens of a sequence
+# Name -> arguments of `build`.
 ROUTERS = {
     "moh": dict(router="moh", budget=(2, 2)),
     "query_norm": dict(router="query_norm", budget=(2, 2)),
@@ -22,7 +23,8 @@ ROUTERS = {
     ),
     "mae window": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="window", dropout=0.0)),
 }
-CASES = {  # options of a layer, and what `call_of` takes out of them
+# Case -> arguments of `build`, and options of a call, which `call_of` takes out.
+CASES = {
     "self": {},
     "sample scope": dict(scope="sample"),
     "a condition of each": dict(scope="sample", conditions=B),
@@ -46,8 +48,10 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
     "two key-value heads": dict(kv_heads=2),
     "three key-value heads": dict(kv_heads=3),
     "sample scope, two key-value heads": dict(kv_heads=2, scope="sample"),
-    "separate projections": dict(kind=SeparateHeadMixtureAttention, kv_heads=3),
-    "sample scope, separate projections": dict(kind=SeparateHeadMixtureAttention, scope="sample"),
+    "separate projections": dict(layer_class=SeparateHeadMixtureAttention, kv_heads=3),
+    "sample scope, separate projections": dict(
+        layer_class=SeparateHeadMixtureAttention, scope="sample"
+    ),
     "qk-norm": dict(qk_norm=True),
     "sample scope, qk-norm": dict(qk_norm=True, scope="sample"),
     "rotary": dict(rotary=True),
@@ -56,9 +60,14 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
 }
 
 
-def build(budget, dtype=torch.float32, kind=HeadMixtureAttention, width=D, heads=H, **options):
-    """A layer in training whose router chooses otherwise for every token, and whose gates have seen batches."""
-    layer = kind(C, HeadBudget(heads, width, *budget), dtype=dtype, **options)
+def build(
+    budget, dtype=torch.float32, layer_class=HeadMixtureAttention, width=D, heads=H, **options
+):
+    """Return a layer in training mode whose router chooses different heads for different tokens.
+
+    The gates of MAE have random running statistics, as after some batches.
+    """
+    layer = layer_class(C, HeadBudget(heads, width, *budget), dtype=dtype, **options)
     for p in layer.router.parameters():
         if p.ndim > 1:
             nn.init.normal_(p)
@@ -67,19 +76,19 @@ def build(budget, dtype=torch.float32, kind=HeadMixtureAttention, width=D, heads
             module.running_mean.normal_()
             module.running_var.uniform_(0.1, 1)
             if layer.router.pool == "window":
-                layer.router.window = 4  # shorter than the sequences of tests
+                layer.router.window = 4  # shorter than N, so that a window leaves tokens out
     return layer
 
 
 def angles(tokens, start=0, dtype=torch.float32, width=D):
-    """Cosines and sines [tokens, width] of rotary positions."""
-    places = torch.arange(start, start + tokens, dtype=dtype).unsqueeze(1)
-    turned = places / torch.logspace(0, 1, width // 2, dtype=dtype).repeat(2)
-    return turned.cos(), turned.sin()
+    """Return cosines and sines, each [tokens, width], of rotary positions."""
+    positions = torch.arange(start, start + tokens, dtype=dtype).unsqueeze(1)
+    angle = positions / torch.logspace(0, 1, width // 2, dtype=dtype).repeat(2)
+    return angle.cos(), angle.sin()
 
 
 def call_of(options, dtype, width=D):
-    """Tokens [B, N, C] of a case, what the layer is called with beside them, and the options that make it."""
+    """Split the options of a case into the tokens [B, N, C], the other arguments of the call, and those of `build`."""
     options = dict(options)
     call = {}
     x = torch.randn(
@@ -109,14 +118,19 @@ def call_of(options, dtype, width=D):
 
 
 def output_and_gradients(layer, executor, x, call):
-    layer.executor = executor.split(",")[0]
-    layer.fused_attn = "unfused" not in executor
-    hook = (
-        layer.projections[0].register_forward_hook(lambda *_: None)
-        if "called" in executor
-        else None
-    )
-    y, stats = layer(x, **call)
+    """Return the output of a layer and its gradients by x, the context if there is one, and all parameters.
+
+    executor: a name in EXECUTORS. ", unfused" behind the name sets `fused_attn` to False. ", called projections" registers
+    a forward hook, so that executors must call the module of the projection and may not read its weights.
+    """
+    name, _, variant = executor.partition(", ")
+    layer.executor = name
+    layer.fused_attn = variant != "unfused"
+    hook = None
+    if variant == "called projections":
+        hook = layer.projections[0].register_forward_hook(lambda *_: None)
+    y, _ = layer(x, **call)
+    layer.fused_attn = True
     if hook is not None:
         hook.remove()
     loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)).sum()
@@ -128,16 +142,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def assert_equal(layer, executors, x, **call):
-    """The output and every gradient of the executors are those of the reference."""
+    """Assert that the output and every gradient of each executor are those of the reference."""
     y_ref, grads_ref = output_and_gradients(layer, "reference", x, call)
-    names = [
-        "y",
-        "x",
-        *(["context"] if "context" in call else []),
-        *(n for n, _ in layer.named_parameters()),
-    ]
-    # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
-    # the rounding of what it is the difference of.
+    names = ["y", "x"]
+    if "context" in call:
+        names.append("context")
+    names += [name for name, _ in layer.named_parameters()]
+    # Errors are relative to the norm. Some gradients are small because large terms cancel (a router's through its softmax,
+    # that of a key's bias), and have the rounding errors of these terms: the largest gradient adds to their scale.
     cancelled_scale = 0.04 * max(g.norm() for g in grads_ref)
     for executor in executors:
         y, grads = output_and_gradients(layer, executor, x, call)

@@ -1,4 +1,4 @@
-"""LLaMA-style models small enough for tests, and a slow rewrite of them that shares no code with what is tested."""
+"""LLaMA-style models small enough for tests, and a slow second implementation that shares no code with the package."""
 
 import torch
 from torch.nn import functional as F
@@ -21,12 +21,12 @@ SIZES.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=6)),  # not hidden_size / heads
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=6)),  # other than hidden_size / heads
 }
 
 
 def dense(family="llama", dtype=torch.float32, seed=0, attention="sdpa", **overrides):
-    """A transformers model with weights that make heads differ."""
+    """Return a transformers model whose weights are so large that its heads differ."""
     torch.manual_seed(seed)
     config, model, fields = FAMILIES[family]
     model = model(config(**{**SIZES, **fields, **overrides})).to(dtype).eval()
@@ -41,11 +41,12 @@ def dense(family="llama", dtype=torch.float32, seed=0, attention="sdpa", **overr
 
 
 def words(rows=2, length=9, seed=1):
+    """Return random tokens [rows, length], none of them special."""
     return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def left_padded(rows=2, length=9, padding=3):
-    """Tokens of which the last row begins with padding, and the attention mask."""
+    """Return tokens whose last row begins with padding, and their attention mask, as arguments of a model."""
     ids = words(rows, length)
     mask = torch.ones(rows, length, dtype=torch.long)
     ids[-1, :padding] = 0
@@ -54,11 +55,12 @@ def left_padded(rows=2, length=9, padding=3):
 
 
 def norm_of(x, weight, eps):
+    """Return the RMS norm of x over its last dimension."""
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def turned(x, position, theta):
-    """A query or key [D] as D / 2 complex numbers, each turned by its own angle."""
+    """Apply rotary positions to a query or key [D]: D / 2 complex numbers, each turned by its own angle."""
     half = len(x) // 2
     angles = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
     z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angles), angles)
@@ -66,9 +68,9 @@ def turned(x, position, theta):
 
 
 def slow(model, ids, gates):
-    """Logits [N, V] of one sequence of tokens [N], a token and a head at a time; float64.
+    """Return the logits [N, V] of one sequence of tokens [N], computed for one token and one head at a time.
 
-    gates(layer, queries [H, D] as projected) -> weight of each head [H].
+    gates(layer, queries) returns the weights [H] of the heads, given a token's queries [H, D] as projected.
     """
     c = model.config
     w = dict(model.named_parameters())
@@ -113,7 +115,10 @@ def slow(model, ids, gates):
 
 
 def by_norm(pairs, straight_through=False):
-    """Gates of the longest queries (Jin 2024, eq. 9), with the gradient of its eq. 10 if asked."""
+    """Return `gates` for `slow`: 1 for shared heads and for the routed heads with the longest queries (Jin 2024, eq. 9).
+
+    pairs: (shared heads, active routed heads) of each layer. straight_through: with the gradient of eq. 10.
+    """
 
     def gates(layer, queries):
         shared, routed = pairs[layer]
@@ -121,8 +126,8 @@ def by_norm(pairs, straight_through=False):
         p = (norms / norms.std()).softmax(0)
         hard = torch.zeros_like(p)
         hard[norms.detach().topk(routed).indices] = 1
-        return torch.cat(
-            [torch.ones(shared, dtype=p.dtype), hard + (p - p.detach() if straight_through else 0)]
-        )
+        if straight_through:
+            hard = hard + (p - p.detach())
+        return torch.cat([torch.ones(shared, dtype=p.dtype), hard])
 
     return gates

@@ -1,4 +1,4 @@
-"""DiTs in the layouts of the official code and of diffusers, with their outputs from the papers' equations."""
+"""Weights of DiTs in the layouts of the official code and of diffusers, and a DiT written from the papers' equations."""
 
 import math
 
@@ -20,31 +20,35 @@ INPUT = (NOISE, torch.tensor([0, 417, 999]), torch.tensor([0, 3, 5]))
 
 
 def sincos():
-    """2-D sine-cosine positions as MAE and DiT have them: half of the width for each axis, the column first."""
+    """Return 2-D sine-cosine positions [1, GRID * GRID, C] as in DiT: the column in the first half, the row in the second."""
     omega = 10000.0 ** -(torch.arange(C // 4, dtype=torch.float64) / (C / 4))
     rows = []
     for i in range(GRID):
         for j in range(GRID):
+            # The column comes first, then the row.
             axes = [torch.cat([(p * omega).sin(), (p * omega).cos()]) for p in (j, i)]
             rows.append(torch.cat(axes))
     return torch.stack(rows).float().unsqueeze(0)
 
 
 def official_weights(heads, head_dim, routed=None, seed=0):
-    """Random tensors under the official names (facts: key table of MoH-DiT); `routed`: (shared, routed) per layer."""
+    """Return a state dict of random tensors under the official names.
+
+    heads: of each layer. routed: (shared heads, active routed heads) of each layer; None: a dense DiT.
+    """
     g = torch.Generator().manual_seed(seed)
 
-    def r(*shape):
+    def random(*shape):
         return torch.randn(*shape, generator=g) * 0.2
 
     state = {
         "pos_embed": sincos(),
-        "x_embedder.proj.weight": r(C, 4, 2, 2),
-        "x_embedder.proj.bias": r(C),
+        "x_embedder.proj.weight": random(C, 4, 2, 2),
+        "x_embedder.proj.bias": random(C),
     }
-    state |= {"t_embedder.mlp.0.weight": r(C, 256), "t_embedder.mlp.0.bias": r(C)}
-    state |= {"t_embedder.mlp.2.weight": r(C, C), "t_embedder.mlp.2.bias": r(C)}
-    state["y_embedder.embedding_table.weight"] = r(CLASSES + 1, C)
+    state |= {"t_embedder.mlp.0.weight": random(C, 256), "t_embedder.mlp.0.bias": random(C)}
+    state |= {"t_embedder.mlp.2.weight": random(C, C), "t_embedder.mlp.2.bias": random(C)}
+    state["y_embedder.embedding_table.weight"] = random(CLASSES + 1, C)  # the last row: no class
     for i, h in enumerate(heads):
         shapes = {
             "attn.qkv": (3 * h * head_dim, C),
@@ -54,25 +58,26 @@ def official_weights(heads, head_dim, routed=None, seed=0):
         shapes |= {"mlp.fc1": (4 * C, C), "mlp.fc2": (C, 4 * C)}
         for name, shape in shapes.items():
             state |= {
-                f"blocks.{i}.{name}.weight": r(*shape),
-                f"blocks.{i}.{name}.bias": r(shape[0]),
+                f"blocks.{i}.{name}.weight": random(*shape),
+                f"blocks.{i}.{name}.bias": random(shape[0]),
             }
         if routed:
             shared, k = routed[i]
-            state[f"blocks.{i}.attn.wg_1.weight"] = 3 * r(shared, C)
+            # The routers of shared heads, of routed heads, and of the balance between the two.
+            state[f"blocks.{i}.attn.wg_1.weight"] = 3 * random(shared, C)
             if k:
-                state[f"blocks.{i}.attn.wg.weight"] = 3 * r(h - shared, C)
-                state[f"blocks.{i}.attn.wg_0.weight"] = 3 * r(2, C)
-    state |= {"final_layer.linear.weight": r(32, C), "final_layer.linear.bias": r(32)}
+                state[f"blocks.{i}.attn.wg.weight"] = 3 * random(h - shared, C)
+                state[f"blocks.{i}.attn.wg_0.weight"] = 3 * random(2, C)
+    state |= {"final_layer.linear.weight": random(32, C), "final_layer.linear.bias": random(32)}
     state |= {
-        "final_layer.adaLN_modulation.1.weight": r(2 * C, C),
-        "final_layer.adaLN_modulation.1.bias": r(2 * C),
+        "final_layer.adaLN_modulation.1.weight": random(2 * C, C),
+        "final_layer.adaLN_modulation.1.bias": random(2 * C),
     }
     return state
 
 
 def official_gates(x, state, prefix, shared, routed):
-    """Head weights [B, N, H] of the released MoH code."""
+    """Return the weights [B, N, H] of the heads as the released MoH code computes them."""
 
     def probs(name):
         return (x @ state[f"{prefix}{name}.weight"].T).softmax(-1)
@@ -90,7 +95,10 @@ def official_gates(x, state, prefix, shared, routed):
 
 
 def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
-    """DiT with adaLN-Zero (Peebles 2023, section 3), in another form than the model's: float64, loops, einsum."""
+    """Return the output of a DiT with adaLN-Zero (Peebles 2023, section 3) for INPUT.
+
+    It shares no code with the package's model: float64, a loop over blocks, einsum.
+    """
     s = {name: tensor.to(dtype) for name, tensor in state.items()}
     x = INPUT[0].to(dtype)
     t = INPUT[1]
@@ -100,9 +108,8 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
         return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
 
     def norm(x):
-        return (x - x.mean(-1, keepdim=True)) / (
-            x.var(-1, unbiased=False, keepdim=True) + 1e-6
-        ).sqrt()
+        variance = x.var(-1, unbiased=False, keepdim=True)
+        return (x - x.mean(-1, keepdim=True)) / (variance + 1e-6).sqrt()
 
     patches = x.view(3, 4, GRID, 2, GRID, 2).permute(0, 2, 4, 1, 3, 5).reshape(3, GRID * GRID, 16)
     x = (
@@ -110,10 +117,9 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
         + s["x_embedder.proj.bias"]
         + s["pos_embed"]
     )
-    # As the official code: frequencies in float32.
-    angles = (
-        t[:, None].float() * torch.exp(-math.log(10000) * torch.arange(128).float() / 128)
-    ).to(dtype)
+    # The official code computes frequencies in float32.
+    frequencies = torch.exp(-math.log(10000) * torch.arange(128).float() / 128)
+    angles = (t[:, None].float() * frequencies).to(dtype)
     features = torch.cat([angles.cos(), angles.sin()], -1)
     c = linear(F.silu(linear(features, "t_embedder.mlp.0")), "t_embedder.mlp.2")
     c = c + s["y_embedder.embedding_table.weight"][y]
@@ -130,13 +136,13 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
         z = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
         x = x + m[:, 5] * linear(z, f"blocks.{i}.mlp.fc2")
     shift, scale = linear(F.silu(c), "final_layer.adaLN_modulation.1").chunk(2, -1)
-    x = linear(
-        norm(x) * (1 + scale[:, None]) + shift[:, None], "final_layer.linear"
-    )  # [B, N, 2 * 2 * 8]
+    z = norm(x) * (1 + scale[:, None]) + shift[:, None]
+    x = linear(z, "final_layer.linear")  # [B, N, 2 * 2 * 8]
     x = x.view(3, GRID, GRID, 2, 2, 8).permute(0, 5, 1, 3, 2, 4)
     return x.reshape(3, 8, 8, 8)
 
 
+# Case -> (name of the model, its arguments, arguments of `official_weights`).
 CASES = {
     "moh": ("moh_dit_small_patch2_75", MOH, dict(heads=HEADS, head_dim=D, routed=BUDGET)),
     "dense": ("dit_small_patch2", DENSE, dict(heads=[4] * 3, head_dim=8)),
@@ -149,7 +155,10 @@ CASES = {
 
 
 def diffusers_dit(**sizes):
-    """diffusers' DiT, whose blocks embed alike, as with the official weights."""
+    """Return diffusers' DiT with random weights, in which all blocks have the same embedding of timestep and class.
+
+    Converted official weights have only one such embedding too.
+    """
     torch.manual_seed(0)
     sizes = dict(num_attention_heads=4, attention_head_dim=8, sample_size=8) | sizes
     model = DiTTransformer2DModel(**sizes).eval()

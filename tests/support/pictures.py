@@ -1,4 +1,4 @@
-"""Image files of every kind that a folder of images holds, written by the tests."""
+"""Image files in every format and colour mode that a folder of images may hold, and folders of images."""
 
 import io
 
@@ -9,7 +9,7 @@ from moh_vision.__main__ import main
 
 
 def gradient(width=12, height=8) -> Image.Image:
-    """RGB; red grows to the right, green downwards."""
+    """Return an RGB image whose red grows to the right and whose green grows downwards."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([x, y, 0 * x], -1).astype(np.uint8))
 
@@ -21,14 +21,14 @@ def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
 
 
 def rotated_by_exif() -> bytes:
-    """The gradient, stored turned by a quarter, with the note that says so."""
+    """Return a PNG of the gradient, stored rotated, with an EXIF orientation that turns it back."""
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to view
     return encoded(gradient().transpose(Image.Transpose.ROTATE_90), "PNG", exif=exif)
 
 
-def kinds() -> dict:
-    """Name -> bytes of files that are all the same picture, as far as their format can say."""
+def image_files() -> dict:
+    """Return {name: bytes} of files that all show the gradient, as far as their format and colour mode can."""
     picture = gradient()
     grey16 = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
     return {
@@ -45,7 +45,10 @@ def kinds() -> dict:
 
 
 def write_folder(root, classes=("cat", "dog"), train=6, val=4, size=(12, 8)):
-    """An ImageFolder: ROOT/train/CLASS/i.png and ROOT/val/CLASS/i.png, class c in its own colour."""
+    """Write a folder as of torchvision's ImageFolder: ROOT/SPLIT/CLASS/i.png; classes differ in colour.
+
+    train, val: the number of images of each class. Returns `root`.
+    """
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for c, name in enumerate(classes):
@@ -59,7 +62,7 @@ def write_folder(root, classes=("cat", "dog"), train=6, val=4, size=(12, 8)):
 
 
 def contents(folder):
-    """Name -> bytes, without the index, which holds the times of the shards."""
+    """Return {name: bytes} of the files in a folder, except for indices of shards: these hold modification times."""
     return {
         p.name: p.read_bytes()
         for p in folder.iterdir()
@@ -68,7 +71,7 @@ def contents(folder):
 
 
 def convert(root, out, options="") -> int:
-    """The exit code of `python -m moh_vision shards`."""
+    """Run `python -m moh_vision shards` and return its exit code."""
     return main(
         ["shards", "--in", str(root), "--out", str(out), "--workers", "1", *options.split()]
     )

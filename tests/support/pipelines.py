@@ -1,4 +1,4 @@
-"""A small pipeline, and images drawn with it."""
+"""The transformer of a small pipeline, and images drawn with a pipeline."""
 
 import torch
 
@@ -20,5 +20,6 @@ def seeded(*seeds):
 
 
 def draw(pipe, labels, *seeds, steps=4, **more):
+    """Return the images that a pipeline draws, one for each label and seed."""
     more = {"output_type": "pt", "guidance_scale": 1.5, **more}
     return pipe(labels, num_inference_steps=steps, generator=seeded(*seeds), **more).images

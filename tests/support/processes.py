@@ -1,4 +1,4 @@
-"""Processes that start in a moment: forks of a server that has imported what takes seconds to import."""
+"""Processes that start quickly: they are forked from a server that has imported the slow modules already."""
 
 import faulthandler
 import multiprocessing
@@ -19,7 +19,7 @@ FORKS.set_forkserver_preload(
 
 
 def on_two_ranks(function, *args):
-    """Call `function(rank, *args)` in two processes that have the environment of torchrun's; a failure is raised here."""
+    """Call `function(rank, *args)` in two processes with the environment that torchrun sets; raise if one fails."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -47,16 +47,19 @@ class Command:
         self.pid = self.process.pid
 
     def poll(self):
-        """Exit code, or minus the signal that killed it; None while it runs."""
+        """Return the exit code, minus the signal that killed the process, or None while it runs."""
         return self.process.exitcode
 
     def kill(self):
-        """SIGKILL, if it still runs."""
+        """Kill the process if it still runs, and wait for its end."""
         self.process.kill()
         self.process.join()
 
     def until(self, condition, within=120):
-        """Wait for `condition` while it runs; False if it ended first. One that takes too long fails the test."""
+        """Wait until `condition()` is true; return False if the process ends before that.
+
+        A test fails here if neither happens within so many seconds.
+        """
         deadline = time.monotonic() + within
         while not condition():
             if self.poll() is not None:
@@ -69,31 +72,29 @@ class Command:
         return True
 
     def wait(self, within=120):
-        """Exit code of a run that ends in time."""
+        """Wait for the end of the process and return its exit code."""
         self.until(lambda: self.poll() is not None, within)
         return self.poll()
 
     def said(self):
+        """Return all that the process has printed."""
         return self.log.read_text()
 
 
 def _alone():
-    torch.set_num_threads(
-        1
-    )  # the threads of the server's pool are not in the fork, which would wait for them
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of loaders: they are no forks of the server
+    """Set up a fork of the server so that it uses no thread or process of the server's."""
+    # The fork has none of the server's threads, but would wait for those of its thread pool.
+    torch.set_num_threads(1)
+    # Loaders fork their workers from this process, not from the server.
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def _run(main, argv, log):
     _alone()
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    for number, handler in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGTERM, signal.SIG_DFL),
-    ):
-        signal.signal(number, handler)
+    # The fork server ignores SIGINT; a new process would not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     faulthandler.enable(file=2)
@@ -112,14 +113,13 @@ def _run(main, argv, log):
 
 
 def fork(work):
-    """Start `work` in a copy of this process and return its id; it exits with 0, or 99 after an exception."""
+    """Call `work` in a fork of this process and return the fork's id; it exits with 0, or with 99 after an exception."""
     child = os.fork()
     if child:
         return child
     try:
-        torch.set_num_threads(
-            1
-        )  # the threads of the parent's pool are not in the fork, which would wait for them
+        # The fork has none of its parent's threads, but would wait for those of its thread pool.
+        torch.set_num_threads(1)
         work()
         os._exit(0)
     except BaseException:
@@ -129,7 +129,10 @@ def fork(work):
 
 
 def wait(child, seconds=60):
-    """Exit code of a child, minus the signal that ended it; one that hangs is killed and fails the test."""
+    """Wait for a child process and return its exit code, or minus the signal that ended it.
+
+    A child that still runs after so many seconds is killed and fails the test.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -142,7 +145,7 @@ def wait(child, seconds=60):
 
 
 def hold(enter, *arguments):
-    """Pid of a fork that is inside a context manager, `enter(*arguments)`, until it is killed."""
+    """Fork a process that enters the context manager `enter(*arguments)` and stays inside; return its id."""
     read, write = os.pipe()
 
     def work():

@@ -1,4 +1,4 @@
-"""Mistakes are told in one line, and an output that nobody reads any more without a word."""
+"""Checks that errors are reported in one line, and a standard output that nobody reads."""
 
 import contextlib
 import os
@@ -9,20 +9,23 @@ import pytest
 
 @contextlib.contextmanager
 def one_line(words="", error=ValueError):
-    """Expect an error of this class; the regular expression `words` is found in its message, which is one line."""
+    """Expect that the block raises `error` with a message of one line in which the pattern `words` is found."""
     with pytest.raises(error, match=words) as raised:
         yield raised
     assert "\n" not in str(raised.value), raised.value
 
 
 def refuse(words, call, *arguments, error=ValueError, **named):
-    """A call raises an error of this class, in whose message of one line the regular expression `words` is found."""
+    """Expect that a call raises `error` with a message of one line in which the pattern `words` is found."""
     with one_line(words, error):
         call(*arguments, **named)
 
 
 def refused(capsys, main, *argv, silent=False) -> str:
-    """The one line of standard error with which a script or command, `main(argv)`, refuses its arguments."""
+    """Call `main(argv)` of a script or command, which should refuse its arguments; return its line of standard error.
+
+    silent: fail if anything was printed to standard output before.
+    """
     capsys.readouterr()
     try:
         code = main([str(a) for a in argv])
@@ -36,7 +39,7 @@ def refused(capsys, main, *argv, silent=False) -> str:
 
 @contextlib.contextmanager
 def unread(monkeypatch):
-    """Standard output is a pipe that nobody reads any more, as after `| head`."""
+    """Within the block standard output is a pipe that is closed at its other end, as after `| head`."""
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as out, monkeypatch.context() as patch:
@@ -44,8 +47,8 @@ def unread(monkeypatch):
         yield
 
 
-def told(capfd, command=""):
-    """The one line of an error."""
+def error_line(capfd, command=""):
+    """Return the line that was printed to standard error, which must be an error of the command."""
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert f"{command}: error: " in line, line
     return line

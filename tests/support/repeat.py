@@ -1,4 +1,4 @@
-"""Random tests that can be repeated."""
+"""Random tests that can be repeated with the same random numbers."""
 
 import os
 import random
@@ -7,6 +7,6 @@ SEED = int(os.environ.get("MOH_VISION_SEED", "0"))
 
 
 def cases(count: int, what: str) -> random.Random:
-    """The random numbers of a test of `count` cases; pytest shows the line when it fails."""
+    """Return the random numbers for a test of `count` cases, and print the seed, which pytest shows if the test fails."""
     print(f"{what}: N {count}, MOH_VISION_SEED={SEED}")
     return random.Random(SEED)

@@ -1,4 +1,4 @@
-"""Diffusion runs that nobody trained, and calls of sample.py."""
+"""Folders of diffusion and classification runs with random weights, and calls of sample.py."""
 
 import torch
 
@@ -15,6 +15,10 @@ JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
 
 
 def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more):
+    """Write the ema.safetensors of a diffusion run with random weights, and return `folder`.
+
+    pixels: whether the run is of pixels and not of latents. more: further metadata of the weights.
+    """
     torch.manual_seed(4)
     sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[heads])
     arguments = dict(sizes, in_chans=channels, num_classes=3)
@@ -26,25 +30,27 @@ def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more)
 
 
 def call(run, *more):
+    """Call sample.py for 5 images of a run."""
     argv = f"--checkpoint {run} --num-images 5 --batch-size 3 --steps 4 --cfg-scale 2".split()
     sample.main([*argv, *map(str, more)])
 
 
 def refused(capsys, run, *more):
+    """Return the error with which sample.py refuses its arguments."""
     return refusals.refused(
         capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more
     )
 
 
 def by_pipeline(pipe, labels, steps=4, **more):
-    """What a pipeline draws with the noise of images 0, 1 and 2, [3, h, w, channels] in 0 .. 255."""
+    """Return three images [3, H, W, channels] in 0 .. 255, drawn from the noise that sample.py uses for images 0, 1, 2."""
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
     options = dict(num_inference_steps=steps, generator=generators, output_type="np", **more)
     return 255 * pipe(labels, 2.0, **options).images
 
 
 def exported(folder, name, classes, **arguments):
-    """A new classifier, saved as a run leaves it."""
+    """Return a new classifier, after saving it to model.safetensors as a run does."""
     model = create(name, "classification", num_classes=len(classes), **arguments)
     about = dict(architecture=name, classes=classes, config={})
     about["arguments"] = dict(arguments, num_classes=len(classes))
@@ -53,7 +59,7 @@ def exported(folder, name, classes, **arguments):
 
 
 def classifier_in(folder):
-    """A classification run that nobody trained, on other classes."""
+    """Write the model.safetensors of a classification run with random weights and the classes x and y."""
     folder.mkdir()
     torch.manual_seed(6)
     exported(folder, JUDGE, ["x", "y"], img_size=4, patch_size=2, in_chans=3, **JUDGE_SIZES)

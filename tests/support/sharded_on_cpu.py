@@ -1,4 +1,7 @@
-"""Run train_text.py as accelerate does with configs/accelerate/fsdp2.yaml, on two gloo processes: accelerate shards on GPUs only."""
+"""Run train_text.py with FSDP, as configs/accelerate/fsdp2.yaml does, on two gloo processes.
+
+accelerate refuses FSDP without GPUs, so its state is set by hand.
+"""
 
 import contextlib
 import os
@@ -9,7 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def sharding(make, policy, folder):
-    """`make_accelerator`, with its state set to what it would be on GPUs; `folder/units` is how many modules are sharded."""
+    """Return a `make_accelerator` that sets up FSDP as accelerate does on GPUs.
+
+    `prepare` of its accelerator writes the number of sharded modules to folder/units.
+    """
 
     def make_sharded(*args, **kwargs):
         accelerator = make(*args, **kwargs)
@@ -19,9 +25,8 @@ def sharding(make, policy, folder):
         )  # fmt: skip
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
-        accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = (
-            DistributedType.FSDP
-        )
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
         prepare = accelerator.prepare
 
@@ -38,7 +43,7 @@ def sharding(make, policy, folder):
 
 
 def run(rank, argv, folder, policy):
-    """Call train_text.main as one of two processes; standard error goes to a file."""
+    """Call train_text.main as one of two processes; standard error goes to folder/stderr.RANK."""
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     from moh_vision.engine import run_setup
     from moh_vision.language import train as train_text

@@ -1,4 +1,4 @@
-"""Webdataset shards of small pictures."""
+"""Webdataset shards of small images."""
 
 import io
 import tarfile
@@ -8,6 +8,7 @@ from PIL import Image
 
 
 def write_shards(folder, count=23, per_shard=10, classes=3, split="train", extension="png"):
+    """Write shards of 6 x 4 images in one colour, whose classes take turns, and return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with webdataset.ShardWriter(
         str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0
@@ -19,6 +20,7 @@ def write_shards(folder, count=23, per_shard=10, classes=3, split="train", exten
 
 
 def append(path, name, data):
+    """Append a member to a tar."""
     with tarfile.open(path, "a") as tar:
         info = tarfile.TarInfo(name)
         info.size = len(data)
@@ -26,6 +28,7 @@ def append(path, name, data):
 
 
 def info(name, size=0, member_type=tarfile.REGTYPE, link="") -> tarfile.TarInfo:
+    """Return the header of a member."""
     member = tarfile.TarInfo(name)
     member.size = size
     member.type = member_type
@@ -34,6 +37,7 @@ def info(name, size=0, member_type=tarfile.REGTYPE, link="") -> tarfile.TarInfo:
 
 
 def shard(path, members, mode="w", form=tarfile.PAX_FORMAT):
+    """Write a tar of `members`, pairs (name, bytes), and return its path."""
     with tarfile.open(path, mode, format=form) as tar:
         for name, data in members:
             tar.addfile(info(name, len(data)), io.BytesIO(data))

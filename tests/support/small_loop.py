@@ -13,9 +13,9 @@ from moh_vision.engine.training_loop import TrainingLoop
 def small_loop(
     accelerator, task, optimizer, descent=None, *, accumulation=1, clip_norm=0.0, lr=0.1, seed=0
 ) -> TrainingLoop:
-    """Return a loop of any number of steps at a constant learning rate, which logs and saves nothing.
+    """Return a loop for any number of steps at a constant learning rate, without a log and checkpoints.
 
-    `descent`: a `BlockDescent` of the task's model that is not prepared; None: that of a model without gates.
+    descent: a `BlockDescent` of the task's model, before its `prepare`. None: block descent for a model without gates.
     """
     if descent is None:
         descent = BlockDescent(accelerator, task, [], False, BlockDescentConfig())
@@ -26,7 +26,7 @@ def small_loop(
         accelerator=accelerator,
         signals=StopSignals(),
         attention=None,
-        errors=lambda *kinds, **options: contextlib.nullcontext(),
+        errors=lambda *classes, **options: contextlib.nullcontext(),
     )
     return TrainingLoop(
         setup=setup,

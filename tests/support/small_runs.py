@@ -1,4 +1,4 @@
-"""Small training runs and what is compared of them."""
+"""Small training runs, and functions that read and compare their results."""
 
 import functools
 import hashlib
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support.small_text import write_pairs, write_plain
 
+# Name of a small run -> its options.
 SMALL = dict(
     cls="--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --data.workers 0",
     dit="--config configs/quickstart/dit.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --label_drop 0.1",
@@ -25,31 +26,32 @@ SMALL = dict(
 )
 
 
+# Name of a small run -> the package of its wing.
 WINGS = dict(cls="classification", dit="diffusion", text="language", clm="language")
 
 
 def script(name):
-    """The module of a training script."""
+    """Return the module `train` of a small run's wing, whose `main` the training script calls."""
     return importlib.import_module(f"moh_vision.{WINGS[name]}.train")
 
 
 @functools.cache
 def pairs() -> str:
-    """A folder of sentences, until the process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="pairs-")
-    pairs.folder = folder  # it is removed with this
-    return str(write_pairs(Path(folder.name)))
+    """Return a folder of pairs of sentences, which exists until the process ends."""
+    # The attribute keeps the object alive; the folder is deleted with it.
+    pairs.folder = tempfile.TemporaryDirectory(prefix="pairs-")
+    return str(write_pairs(Path(pairs.folder.name)))
 
 
 @functools.cache
 def plain() -> str:
-    """A folder of text in one language, until the process ends."""
+    """Return a folder of text in one language, which exists until the process ends."""
     plain.folder = tempfile.TemporaryDirectory(prefix="plain-")
     return str(write_plain(Path(plain.folder.name), train=60, val=10))
 
 
 def arguments(name, output, steps, save_every, *more):
-    """The command line of a small run: of "cls", "dit", "text" or "clm"."""
+    """Return the command line of the small run `name`: "cls", "dit", "text" or "clm"."""
     argv = SMALL[name].split()
     if name == "text":
         argv += ["--data.root", pairs()]
@@ -60,7 +62,7 @@ def arguments(name, output, steps, save_every, *more):
 
 
 def losses(folder, name):
-    """[(step, loss in hexadecimal)] in the order they were made, replayed steps included."""
+    """Return [(step, loss in hexadecimal)] from NAME.losses in the order of the steps, repeated ones included."""
     file = folder / f"{name}.losses"
     if not file.exists():
         return []
@@ -69,27 +71,29 @@ def losses(folder, name):
 
 
 def outcome(run):
-    """Hashes of all that a run ends with: tensors of every file of weights and of its newest checkpoint, and plain values."""
+    """Return what two equal runs end with: hashes of the tensors in their weights and newest checkpoint, and plain values.
+
+    Files are hashed tensor by tensor, because their metadata name the folder of the run.
+    """
     newest = max(
         (run / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_"))
     )
     record = json.loads((newest / "step.json").read_text())
     digests = {}
-    for path in (
-        *newest.glob("*.safetensors"),
-        *run.glob("[me]*.safetensors"),
-    ):  # their metadata name the folder of the run
-        digests[str(path.relative_to(run))] = digest = hashlib.sha256()
+    for path in (*newest.glob("*.safetensors"), *run.glob("[me]*.safetensors")):
+        digest = hashlib.sha256()
         for key, value in sorted(load_file(path).items()):
-            digest.update(
-                f"{key} {value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes()
-            )
-    found = {name: digest.hexdigest() for name, digest in digests.items()}
-    return found | {key: record[key] for key in ("step", "optimizers", "scaler")}
+            digest.update(f"{key} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.numpy().tobytes())
+        digests[str(path.relative_to(run))] = digest.hexdigest()
+    return digests | {key: record[key] for key in ("step", "optimizers", "scaler")}
 
 
 def whole_and_resumed(name, folder, stops, *more):
-    """Folders of a run of stops[-1] steps, and of one that ended at each of `stops`; both end with the same bits."""
+    """Run to stops[-1] at once, and by stopping and resuming at each of `stops`; return the folders of both runs.
+
+    Asserts that both end with the same bits.
+    """
     for run, ends in (("whole", stops[-1:]), ("resumed", stops)):
         for steps in ends:
             script(name).main(arguments(name, folder / run, steps, 100, *more))
@@ -99,16 +103,17 @@ def whole_and_resumed(name, folder, stops, *more):
 
 
 def checkpoint_steps(run):
+    """Return the steps of a run's checkpoints in increasing order."""
     return sorted(int(p.name.removeprefix("step_")) for p in (run / "checkpoints").glob("step_*"))
 
 
 def entries(run):
-    """Lines of metrics.jsonl."""
+    """Return the entries of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def logged(run):
-    """Lines of metrics.jsonl that are of training steps."""
+    """Return the entries of metrics.jsonl that are of training steps."""
     return [entry for entry in entries(run) if "loss" in entry]
 
 
@@ -117,12 +122,13 @@ def results(run):
 
 
 def same(one, other):
-    """Whether two dicts of tensors, or two files or modules with such, have the same names and the same bits."""
+    """Return whether two sets of named tensors are equal to the bit; each is a dict, a module or a safetensors file."""
     one, other = (tensors(thing) for thing in (one, other))
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def tensors(thing):
+    """Return the {name: tensor} of a module, a dict or a safetensors file."""
     if isinstance(thing, torch.nn.Module):
         return thing.state_dict()
     if isinstance(thing, dict):

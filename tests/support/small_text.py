@@ -13,13 +13,13 @@ ENGLISH = "zero one two three four five six seven eight nine".split()
 
 
 def sentence(rng):
-    """German, and its translation in the opposite order of words."""
+    """Return a German sentence, and its English translation with the words in reverse order."""
     digits = [rng.randrange(10) for _ in range(rng.randint(1, 6))]
     return " ".join(GERMAN[d] for d in digits), " ".join(ENGLISH[d] for d in reversed(digits))
 
 
 def write_pairs(folder, train=300, val=40, test=20, seed=0):
-    """SPLIT.de and SPLIT.en.gz."""
+    """Write sentences to SPLIT.de and their translations to SPLIT.en.gz; return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     for split, count in (("train", train), ("val", val), ("test", test)):
@@ -31,7 +31,7 @@ def write_pairs(folder, train=300, val=40, test=20, seed=0):
 
 
 def write_plain(folder, train=300, val=60, seed=0):
-    """SPLIT.txt: after every word comes that of the next number."""
+    """Write SPLIT.txt, lines of English numbers that count up, and return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     for split, count in (("train", train), ("valid", val)):
@@ -46,7 +46,7 @@ def write_plain(folder, train=300, val=60, seed=0):
 
 
 def write_ids(store, ids, vocabulary):
-    """A store as tokenise leaves it, but of any ids."""
+    """Write the given token ids as one text, in the files that the command tokenise writes; return `store`."""
     store.mkdir(parents=True, exist_ok=True)
     data = np.asarray(ids, "<u2").tobytes()
     (store / "ids.bin").write_bytes(data)
@@ -59,7 +59,7 @@ def write_ids(store, ids, vocabulary):
 
 
 def words(folder, names):
-    """A foreign tokenizer.json with a token for every name."""
+    """Write a tokenizer.json that the package has not made, with one token for each of `names`; return `folder`."""
     folder.mkdir(exist_ok=True)
     names = ["<unk>", "<s>", "</s>", *names]
     tokenizer = Tokenizer(

@@ -1,4 +1,4 @@
-"""Text models small enough for tests: width 32, two layers, 40 words, and weights that are far from their first ones."""
+"""Text models small enough for tests: width 32, two layers, 40 words, and large random weights."""
 
 import torch
 
@@ -30,6 +30,7 @@ DEPTH = {
 
 
 def tiny(preset, attention="dense", seed=0, dtype=torch.float64, **overrides):
+    """Return a tiny model of a preset; `attention` is a name in `ATTENTIONS` or a dict as its values."""
     torch.manual_seed(seed)
     spec = ATTENTIONS[attention] if isinstance(attention, str) else attention
     fields = {**TINY, **DEPTH[preset], "attention": spec, **overrides}
@@ -39,7 +40,7 @@ def tiny(preset, attention="dense", seed=0, dtype=torch.float64, **overrides):
 
 
 def stir(model):
-    """Weights with which routers differ from token to token and beams change places."""
+    """Draw weights so large that routers choose different heads for different tokens, and beam search swaps beams."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" not in name:
@@ -51,10 +52,11 @@ def stir(model):
 
 
 def words(rows, length, seed=1):
+    """Return random tokens [rows, length], none of them special."""
     return torch.randint(5, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def empty(preset, **overrides):
-    """A model without weights."""
+    """Return a model on the meta device, without weights."""
     with torch.device("meta"):
         return create_text_model(preset, **overrides)

@@ -6,7 +6,7 @@ TINY = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_he
 
 
 def awake(model):
-    """A new DiT is the identity with output 0; give every parameter something to do."""
+    """Draw all weights at random: in a new DiT every block is the identity and the output is 0."""
     for p in model.parameters():
         if p.requires_grad:
             torch.nn.init.normal_(p, std=0.2)

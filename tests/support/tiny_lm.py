@@ -1,4 +1,4 @@
-"""A random LLaMA of bytes with its tokenizer, and task files with their data."""
+"""A small random LLaMA with a tokenizer of bytes, and files of evaluation tasks."""
 
 import json
 
@@ -15,7 +15,10 @@ QUESTIONS = [
 
 
 def write_model(folder, eos=True, vocab=258, budget=None):
-    """`budget`: converted to MoH with that share of heads."""
+    """Save a LLaMA and its tokenizer to `folder` and return its path.
+
+    eos: whether the tokenizer names its special tokens. budget: convert to MoH with this share of heads; None: dense.
+    """
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +40,7 @@ def write_model(folder, eos=True, vocab=258, budget=None):
 
 
 def write_task(folder, name, rows, body, data=None):
-    """A task file and its data; `data`: another path of it."""
+    """Write NAME.yaml, a task with `body`, and its data, and return `folder`; `data`: a file to use in place of `rows`."""
     folder.mkdir(exist_ok=True)
     if data is None:
         data = folder / f"{name}.jsonl"

@@ -1,4 +1,4 @@
-"""VAEs of a few thousand random weights, of which `tiny_vae` downsamples by 2, and how a new DiT becomes one that does something."""
+"""VAEs with a few thousand random weights, and the command that writes latents."""
 
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2, AutoencoderRAE
@@ -7,6 +7,7 @@ from moh_vision.__main__ import main
 
 
 def tiny_vae(seed=0, **changes):
+    """Return a VAE with 4 latent channels that downsamples by 2."""
     torch.manual_seed(seed)
     blocks = dict(
         down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2
@@ -22,7 +23,7 @@ def tiny_vae(seed=0, **changes):
 
 
 def coarse_vae(seed=0):
-    """The channels of `tiny_vae`, but downsamples by 4."""
+    """Return a VAE with the channels of `tiny_vae` that downsamples by 4."""
     blocks = dict(
         down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3
     )
@@ -35,11 +36,11 @@ def save_tiny_vae(folder, seed=0, **changes) -> str:
 
 
 def layout(name, seed=0):
-    """A VAE in the layout of a released one: its class, channels and way to scale, and fewer layers."""
+    """Return a VAE with the class, latent channels and latent scaling of a released one, but fewer layers."""
     torch.manual_seed(seed)
-    numbers = torch.Generator().manual_seed(seed)
-    mean = torch.randn(128, generator=numbers)
-    var = torch.rand(128, generator=numbers) + 0.5
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn(128, generator=generator)
+    var = torch.rand(128, generator=generator) + 0.5
     if name == "SD3":
         return tiny_vae(seed, latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609)
     if name == "VA-VAE":  # 32 channels, downsampling 16
@@ -54,7 +55,7 @@ def layout(name, seed=0):
         return tiny_vae(
             seed, **blocks, block_out_channels=(8,) * 5, latent_channels=32, **statistics
         )
-    if name == "FLUX.2":  # 32 channels, of which 2 x 2 pixels are normalised together
+    if name == "FLUX.2":  # 32 channels; 2 x 2 pixels are normalised together, as 128 channels
         blocks = dict(
             down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2
         )
@@ -64,9 +65,8 @@ def layout(name, seed=0):
         vae.bn.running_mean.copy_(mean)
         vae.bn.running_var.copy_(var)
         return vae.eval()
-    if (
-        name == "RAE"
-    ):  # a frozen encoder's tokens with statistics for each position, downsampling 16, of 64 pixels only
+    # Latents are the tokens of a frozen encoder, with statistics for each position; downsampling 16, of 64 pixels only.
+    if name == "RAE":
         sizes = dict(
             encoder_hidden_size=64,
             encoder_num_hidden_layers=1,
@@ -84,26 +84,22 @@ def layout(name, seed=0):
             encoder_type="mae", **sizes, decoder_intermediate_size=32, **statistics
         ).eval()
     assert name == "DC-AE"  # no posterior, downsampling 32
-    sizes = {
-        f"{part}_{what}": value
-        for part in ("encoder", "decoder")
-        for what, value in dict(
-            block_out_channels=(8,) * 5 + (32,), layers_per_block=(1,) * 6
-        ).items()
-    }
-    types = ["ResBlock"] * 5 + ["EfficientViTBlock"]
-    types = dict(encoder_block_types=types, decoder_block_types=types)
-    return AutoencoderDC(**types, **sizes, attention_head_dim=8, scaling_factor=0.41407).eval()
+    arguments = {}
+    for part in ("encoder", "decoder"):
+        arguments[f"{part}_block_types"] = ["ResBlock"] * 5 + ["EfficientViTBlock"]
+        arguments[f"{part}_block_out_channels"] = (8,) * 5 + (32,)
+        arguments[f"{part}_layers_per_block"] = (1,) * 6
+    return AutoencoderDC(**arguments, attention_head_dim=8, scaling_factor=0.41407).eval()
 
 
 def write_latents(argv) -> int:
-    """The exit code of `python -m moh_vision latents`."""
+    """Run `python -m moh_vision latents` and return its exit code."""
     return main(["latents", *map(str, argv)])
 
 
 @torch.no_grad()
 def no_longer_zero(model, scale):
-    """Add noise to the parameters: a new DiT is the zero function, and its blocks are the identity."""
+    """Add noise to the parameters and return the model: the output of a new DiT is 0, and its blocks are the identity."""
     for p in model.parameters():
         if p.requires_grad:
             p.add_(scale * torch.randn_like(p))
