@@ -663,7 +663,8 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
     given["weigh_backward"] = ops.weigh(o, gates), o, gates
 
     names = {name.split("::")[1] for name in backends.gpu.LIBRARY._op_defs}
-    of_sequences = {"plan", "project_heads", "combine_heads"}  # see test_sequences.py
+    # See test_sequences.py.
+    of_sequences = {"plan", "project_heads", "project_groups", "combine_heads"}
     assert given.keys() | of_sequences == names
     for name, inputs in given.items():
         if name.endswith("backward"):

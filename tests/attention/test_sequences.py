@@ -1,10 +1,11 @@
-"""Heads chosen once for a sequence: Triton's looked-up products beside gathered weights, and one choice for all."""
+"""Heads and groups chosen once for a sequence: Triton's looked-up products beside gathered weights, and one choice for all."""
 
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention import GroupMixtureMlp, HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.executors import Reference
+from moh_vision.attention.executors.groups import AllGroups, GroupsOfSequences, ReferenceGroups
 from moh_vision.attention.executors.products import (
     GatheredProducts,
     LookedUpProducts,
@@ -13,7 +14,7 @@ from moh_vision.attention.executors.products import (
 from moh_vision.attention.losses import load_balance_loss
 from moh_vision.attention.routing import Call
 from tests.support import attend_backends as backends
-from tests.support.attend_backends import DEVICE, TRITON
+from tests.support.attend_backends import DEVICE, TRITON, Launched
 from tests.support.layers import C, H, angles, build
 
 
@@ -47,7 +48,7 @@ def test_the_plan_of_random_choices(triton):
             active[:] = True
         count = max(1, int(active.sum(-1).max()))
         weights = torch.randint(0, 3, (S, 1, heads), generator=generator) / 2
-        width = (3, 8, 16)[case % 3]
+        width = (3, 8, 16, 200)[case % 4]  # the last one is written in two steps
         got = triton.plan(active.to(DEVICE), weights.to(DEVICE), count, width)
         want, gates = slots_of(active, weights, count)
         assert torch.equal(got[0].cpu().long(), want)
@@ -97,6 +98,105 @@ def test_looked_up_products_equal_those_of_gathered_weights(shape, dtype, bias, 
     torch.testing.assert_close(y, want, **tolerance)
 
 
+GROUP_SHAPES = {  # groups, D, C, tokens
+    "blocks divide": (4, 32, 64, 128),
+    "72": (4, 72, 96, 130),
+    "nothing divides": (5, 19, 23, 7),
+    "one token": (3, 16, 24, 1),
+    "wide": (2, 576, 40, 9),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", GROUP_SHAPES)
+def test_looked_up_groups_equal_those_of_gathered_weights(shape, dtype, bias, triton):
+    """Hidden channels without gates, and the output with them, as no values were weighed before."""
+    groups, D, dim, tokens = GROUP_SHAPES[shape]
+    budget = HeadBudget(groups, D, 1, 1)
+    layer = GroupMixtureMlp(dim, budget, bias=bias, dtype=dtype, device=DEVICE)
+    torch.nn.init.normal_(layer.router.routed.weight)
+    x = torch.randn(3, tokens, dim, dtype=dtype, device=DEVICE)
+    condition = torch.randn(3, dim, dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        call = Call(x, layer.route(x, condition))
+        assert not torch.allclose(call.routing.weights, call.routing.active.float())
+        results = []
+        for products in (LookedUpProducts(layer, call), GatheredProducts(layer, call)):
+            hidden = products.linear(x, layer.fc1.weight, layer.fc1.bias)
+            y = products.combine(layer.act(hidden), layer.fc2.weight, layer.fc2.bias)
+            results.append((products.heads.long(), hidden, y))
+    tolerance = dict(rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
+    torch.testing.assert_close(*results, **tolerance)
+
+
+def test_sequences_that_run_fewer_groups(triton):
+    """Slots are filled up with idle groups, whose weight is 0."""
+    layer = GroupMixtureMlp(24, HeadBudget(4, 8, 1, 2), device=DEVICE)
+    x = torch.randn(2, 5, 24, device=DEVICE)
+    with torch.no_grad():
+        routing = layer.route(x)
+        active = torch.tensor([[[True, False, False, False]], [[False, True, True, True]]])
+        active = active.to(DEVICE)
+        weights = torch.rand(2, 1, 4, device=DEVICE) * active
+        call = Call(x, routing._replace(active=active, weights=weights, count=None))
+        results = []
+        for executor in (GroupsOfSequences, ReferenceGroups):
+            steps = executor(layer, call._replace(x=torch.cat([x] * 25, 1)))
+            results.append(steps.combine(layer.act(steps.project())))
+            assert executor is ReferenceGroups or type(steps.products) is LookedUpProducts
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+GROUPS_TAKEN = {  # tokens, dtype, whether gradients are recorded, conditions -> form of the products; None: all groups
+    "inference": (128, torch.float32, False, None, LookedUpProducts),
+    "inference in 16 bits": (120, torch.float16, False, None, LookedUpProducts),
+    "a condition of each": (128, torch.float32, False, 2, LookedUpProducts),
+    "training": (128, torch.float32, True, None, None),
+    "float64": (128, torch.float64, False, None, None),
+    "tiles half empty": (197, torch.float32, False, None, None),
+    "one choice": (7, torch.float32, False, 1, SlicedProducts),
+    "one choice in training": (7, torch.float32, True, 1, SlicedProducts),
+    "one choice in float64": (7, torch.float64, False, 1, SlicedProducts),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS_TAKEN)
+def test_which_products_of_groups_a_gpu_takes(case, triton):
+    tokens, dtype, grad, conditions, products = GROUPS_TAKEN[case]
+    layer = GroupMixtureMlp(
+        C, HeadBudget(4, 12, 1, 1), executor="packed", dtype=dtype, device=DEVICE
+    )
+    torch.nn.init.normal_(layer.router.routed.weight)
+    x = torch.randn(2, tokens, C, dtype=dtype, device=DEVICE)
+    condition = None
+    if conditions is not None:
+        condition = torch.randn(conditions, C, dtype=dtype, device=DEVICE)
+    with torch.set_grad_enabled(grad):
+        executor = layer.make_executor(Call(x, layer.route(x, condition)))
+        packed = layer(x, condition)[0]
+        layer.executor = "reference"
+        wanted = layer(x, condition)[0]
+    torch.testing.assert_close(packed, wanted, rtol=0, atol=5e-3 if dtype.itemsize == 2 else 1e-5)
+    if products is None:
+        assert type(executor) is AllGroups
+    else:
+        assert type(executor.products) is products
+
+
+def test_groups_under_autocast(triton):
+    """Tokens and weights in float32 are cast once for the products in 16 bits."""
+    layer = GroupMixtureMlp(C, HeadBudget(4, 12, 1, 1), device=DEVICE)
+    x = torch.randn(2, 128, C, device=DEVICE)
+    results = []
+    for layer.executor in ("packed", "masked"):
+        with torch.no_grad(), torch.autocast(DEVICE, torch.float16), Launched() as launched:
+            results.append(layer(x)[0])
+        assert ("project_groups" in launched.names) == (layer.executor == "packed")
+    assert results[0].dtype == torch.float16
+    torch.testing.assert_close(*results, rtol=0, atol=5e-3)
+
+
 @pytest.mark.parametrize(
     "tokens, grad, products",
     [(128, False, LookedUpProducts), (128, True, None), (7, False, None)],
@@ -140,7 +240,9 @@ def test_opcheck(triton):
     weight = torch.randn(72, 24, device=DEVICE)
     bias = torch.randn(72, device=DEVICE)
     torch.library.opcheck(triton.project_heads.default, (x, weight, bias, *plan))
-    torch.library.opcheck(triton.combine_heads.default, (o, weight[:24], None, plan[2]))
+    torch.library.opcheck(triton.project_groups.default, (x, weight[:24], None, plan[0], plan[2]))
+    for gates in (None, plan[1]):
+        torch.library.opcheck(triton.combine_heads.default, (o, weight[:24], None, gates, plan[2]))
 
 
 def test_one_condition_is_one_choice_and_counts_for_all():

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from moh_vision.attention import kernels
 from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.products import GatheredProducts, SlicedProducts
+from moh_vision.attention.executors.products import (
+    GatheredProducts,
+    LookedUpProducts,
+    SlicedProducts,
+    why_not_tiled,
+)
 from moh_vision.attention.executors.reasons import (
     hidden_weights,
     no_products,
@@ -59,7 +64,7 @@ class ReferenceGroups(Executor):
         for g in range(G):
             part = groups[..., g, :] @ weights[:, g].t()
             if gates is not None:
-                part = part * gates[..., g, None]
+                part = part * gates[..., g, None].to(part.dtype)
             y = y + part
         if layer.fc2.bias is not None:
             y = y + layer.fc2.bias
@@ -106,19 +111,27 @@ class GroupPairs(Executor):
 
 
 class GroupsOfSequences(Executor):
-    """Groups of every sequence by products with the weights of these groups alone, on any device."""
+    """Groups of every sequence by products with the weights of these groups alone, in the three forms of `Sequences`."""
 
     def __init__(self, layer: nn.Module, call: Call):
         # Tokens are cast once for both products.
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
         if call.routing.active.shape[0] == 1:
             self.products = SlicedProducts(layer, self.call)
+        elif not why_not_tiled(call):
+            self.products = LookedUpProducts(layer, self.call)
         else:
             self.products = GatheredProducts(layer, self.call)
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
         reason = nothing_to_skip(layer, call) or hidden_weights(layer)
+        if reason:
+            return reason
+        sliced = call.routing.active.shape[0] == 1
+        if not sliced and kernels.path(call.x.device.type) == "triton":
+            # On a GPU, products with gathered weights are slower than all groups; only `LookedUpProducts` are faster.
+            reason = why_not_tiled(call)
         if not reason and compiling and call.routing.count is None:
             reason = "compiled, and the number of groups varies"
         return reason

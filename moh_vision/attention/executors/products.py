@@ -1,8 +1,8 @@
 """Products of tokens with the weights of the heads that each sequence runs: three classes, of which an executor picks one.
 
 Each is constructed for one call, and has `heads` [B or 1, K] (indices of the heads that it computes), `project` for queries,
-keys and values, and `combine`. Two of them also have `linear`, one product with the rows of these heads. The heads of a
-`GroupMixtureMlp` are groups of hidden channels.
+keys and values, `linear`, one product with the rows of these heads, and `combine`. The heads of a `GroupMixtureMlp` are
+groups of hidden channels.
 """
 
 import torch
@@ -85,7 +85,7 @@ class SlicedProducts:
 class LookedUpProducts:
     """For a GPU, without gradients: Triton kernels read a sequence's rows from the weight of all heads, without a copy.
 
-    See `kernels.project_heads` and `kernels.combine_heads`.
+    See `kernels.project_heads`, `kernels.project_groups` and `kernels.combine_heads`.
     """
 
     def __init__(self, layer: nn.Module, call: Call):
@@ -96,26 +96,40 @@ class LookedUpProducts:
         gates = in_float(routing.weights)
         self.plan = kernels.plan_heads(routing.active, gates, count, layer.head_dim)
         self.heads = self.plan[0]  # [B, K]
+        self.weighed = False  # whether `project` multiplied the gates into the values, so that `combine` must not
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, N, C], which `context` must be too, to q, k and gated v [B, N, K, D]."""
+        self.weighed = True
         qkv = self.layer.qkv
         bias = cast_bias(qkv.bias, x.dtype)
         return kernels.project_heads(x, qkv.weight.to(x.dtype), bias, self.plan)
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Project x [B, N, C] to [B, N, K, D], with weight [H*D, C] and bias [H*D] of all heads."""
+        return kernels.project_groups(x, weight.to(x.dtype), cast_bias(bias, x.dtype), self.plan)
+
     def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Project o [B, N, K, D], already weighed by the gates of the values, to y [B, N, C]."""
-        return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan)
+        """Project o [B, N, K, D] to y [B, N, C], and weigh it unless the values were weighed."""
+        return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan, self.weighed)
 
 
 def why_not_looked_up(layer: nn.Module, call: Call) -> str:
-    """Return why `LookedUpProducts` cannot run a call on a GPU or would be slower than all heads; "" where neither holds."""
+    """Return why `LookedUpProducts` cannot run attention on a GPU or would be slower than all heads, else ""."""
+    at_once = call.context is None and layer.projects_at_once()
+    if kernels.looks_up_heads(call.x) and not at_once:
+        return "queries, keys and values are not one product"
+    return why_not_tiled(call)
+
+
+def why_not_tiled(call: Call) -> str:
+    """Return why products of looked-up rows cannot take a call's tokens or would be slower than those of all rows, else ""."""
     if not kernels.looks_up_heads(call.x):
         return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
-    if call.context is not None or not layer.projects_at_once():
-        return "queries, keys and values are not one product"
     if not kernels.fills_tiles(call.x.shape[1]):
-        return "tiles of 128 tokens would be half empty, and products of all heads are faster"
+        return (
+            "tiles of 128 tokens would be half empty, and products with the whole weight are faster"
+        )
     return ""
 
 

@@ -163,7 +163,7 @@ def _with_rows(mask: Tensor | None, keys: int) -> Tensor | None:
 
 
 def looks_up_heads(x: Tensor) -> bool:
-    """Return whether `project_heads` and `combine_heads` can be used for tokens x.
+    """Return whether `project_heads`, `project_groups` and `combine_heads` can be used for tokens x.
 
     They multiply each sequence by the weights of the heads that it runs, in Triton and without gradients.
     """
@@ -183,7 +183,7 @@ def fills_tiles(tokens: int) -> bool:
 def plan_heads(
     active: Tensor, weights: Tensor, count: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepare `project_heads` and `combine_heads` for the heads that each sequence runs.
+    """Prepare `project_heads`, `project_groups` and `combine_heads` for the heads that each sequence runs.
 
     Args:
         active, weights: [B, 1, H].
@@ -191,7 +191,7 @@ def plan_heads(
         head_dim: D.
 
     Returns:
-        The heads that run [B, K], and two tensors that only `project_heads` and `combine_heads` read.
+        The heads that run [B, K], and two tensors that only these three functions read.
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -214,13 +214,48 @@ def project_heads(
     return gpu.OPS.project_heads(x, weight, bias, *plan)
 
 
-def combine_heads(
-    o: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor, Tensor]
+def project_groups(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Project the outputs of the heads that each sequence runs: o [B, N, K, D], weight [C, H * D] -> [B, N, C]."""
+    """Compute the hidden channels [B, N, K, D] of the groups of an MLP that each sequence runs.
+
+    Args:
+        x: [B, N, C].
+        weight: [H * D, C].
+        bias: [H * D] or None.
+        plan: see `plan_heads`.
+    """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    return gpu.OPS.combine_heads(o, weight, bias, plan[2])
+    heads, _, index = plan
+    return gpu.OPS.project_groups(x, weight, bias, heads, index)
+
+
+def combine_heads(
+    o: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: tuple[Tensor, Tensor, Tensor],
+    weighed: bool,
+) -> Tensor:
+    """Project the outputs of the heads, or the hidden channels of the groups, that each sequence runs.
+
+    Args:
+        o: [B, N, K, D].
+        weight: [C, H * D].
+        bias: [C] or None.
+        plan: see `plan_heads`.
+        weighed: whether o is already multiplied by the gates, as after `project_heads`; else it is multiplied here.
+
+    Returns:
+        [B, N, C].
+    """
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+
+    _, gates, index = plan
+    if weighed:
+        gates = None
+    return gpu.OPS.combine_heads(o, weight, bias, gates, index)
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:

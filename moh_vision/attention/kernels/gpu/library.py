@@ -340,7 +340,13 @@ def _fake_project_heads(x, weight, bias, heads, gates, index):
     return tuple(x.new_empty(shape) for _ in range(3))
 
 
-def _fake_combine_heads(o, weight, bias, index):
+def _fake_project_groups(x, weight, bias, heads, index):
+    S, T, _ = x.shape
+    K = heads.shape[1]
+    return x.new_empty(S, T, K, index.shape[1] // K)
+
+
+def _fake_combine_heads(o, weight, bias, gates, index):
     return o.new_empty(*o.shape[:2], weight.shape[0])
 
 
@@ -356,7 +362,12 @@ define(
     _fake_project_heads,
 )
 define(
-    "combine_heads(Tensor o, Tensor weight, Tensor? bias, Tensor index) -> Tensor",
+    "project_groups(Tensor x, Tensor weight, Tensor? bias, Tensor heads, Tensor index) -> Tensor",
+    sequences.project_groups,
+    _fake_project_groups,
+)
+define(
+    "combine_heads(Tensor o, Tensor weight, Tensor? bias, Tensor? gates, Tensor index) -> Tensor",
     sequences.combine,
     _fake_combine_heads,
 )

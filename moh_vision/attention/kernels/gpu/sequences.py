@@ -6,7 +6,9 @@ columns of the weight that belong to its slots:
     q, k, v   y[s, t, j, d] = sum_c x[s, t, c] W[head(s, j) * D + d, c]     looks up rows of W, the columns of the result
     output    y[s, t, c] = sum_jd o[s, t, j, d] W[c, head(s, j) * D + d]    looks up columns of W, over which it sums
 
-The gate g of a head multiplies its values: softmax(q k) (g v) = g softmax(q k) v.
+The gate g of a head multiplies its values: softmax(q k) (g v) = g softmax(q k) v. Groups of an MLP's hidden channels are
+heads that have one product instead of three. An activation stands between it and the gate, so that their gates multiply
+what the product of the output reads.
 
 This is for inference only. In training, on an H100 and with half of the heads of ViT-B, the gradient of x would take 1.3
 times and that of the weight 2.7 times as long as PyTorch's product for all heads (docs/results/speed.md).
@@ -28,6 +30,8 @@ from moh_vision.attention.kernels.gpu.blocks import (
 
 # Arguments that kernels are not specialised to, so that other sizes compile nothing.
 SIZES = ["S", "T"]
+# Width of a step in which `_plan_kernel` writes the indices of a head: wider ones would not fit a warp's registers.
+INDICES = 128
 # Which part of the product for q, k and v a program computes. The part of queries is 0.
 KEYS = tl.constexpr(1)
 VALUES = tl.constexpr(2)
@@ -79,13 +83,14 @@ def _plan_kernel(
     gate = tl.load(weights + s * H + head, mask=head < H, other=0.0)
     tl.store(heads + s * K + slot, head, mask=taken)
     tl.store(gates + s * K + slot, tl.where(runs != 0, gate, 0.0), mask=taken)
-    d = tl.arange(0, WIDTH)
-    at = (s * K + slot)[:, None] * D + d[None, :]
-    tl.store(index + at, head[:, None] * D + d[None, :], mask=taken[:, None] & (d < D)[None, :])
+    for start in range(0, D, WIDTH):
+        d = start + tl.arange(0, WIDTH)
+        at = (s * K + slot)[:, None] * D + d[None, :]
+        tl.store(index + at, head[:, None] * D + d[None, :], mask=taken[:, None] & (d < D)[None, :])
 
 
 def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Prepare `project` and `combine` for the heads that each sequence runs.
+    """Prepare `project`, `project_groups` and `combine` for the heads that each sequence runs.
 
     Args:
         active: bool [S, 1, H].
@@ -104,7 +109,8 @@ def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Te
     index = torch.empty((S, count * head_dim), dtype=torch.int32, device=active.device)
     if S * count:
         tensors = (active.contiguous().view(torch.uint8), weights.contiguous(), heads, gates, index)
-        options = dict(COLUMNS=next_power_of_2(H), WIDTH=next_power_of_2(head_dim), num_warps=1)
+        width = min(next_power_of_2(head_dim), INDICES)
+        options = dict(COLUMNS=next_power_of_2(H), WIDTH=width, num_warps=1)
         _plan_kernel[(S,)](*tensors, H, count, head_dim, **options)
     return heads, gates, index
 
@@ -124,16 +130,17 @@ def _tile_of(tiles_m, tiles_n):
 @triton.jit(do_not_specialize=SIZES)
 def _rows_kernel(
     x, w, bias, gates, index, q, k, v, S, T, C, K, H, x_by, w_row,
-    D: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x [S, T, C] by the rows of W [3 * H * D, C] of each sequence's heads -> q, k and gated v [S, T, K * D].
+    """Multiply x [S, T, C] by the rows of W [PARTS * H * D, C] of each sequence's heads -> [S, T, K * D], PARTS times.
 
-    EVEN: C is a multiple of BLOCK_K.
+    PARTS: 3: the results are q, k and gated v; 1: there is one, q, and gates, k and v are None. EVEN: C is a multiple of
+    BLOCK_K.
     """
     width = K * D
     tiles_of_part = tl.cdiv(width, BLOCK_N)
-    s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), 3 * tiles_of_part)
+    s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), PARTS * tiles_of_part)
     part = n // tiles_of_part
     t = m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (n % tiles_of_part) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -163,11 +170,12 @@ def _rows_kernel(
     if bias is not None:
         total += tl.load(bias + row).to(tl.float32)[None, :]
     y = q
-    if part == KEYS:
-        y = k
-    if part == VALUES:
-        y = v
-        total *= tl.load(gates + s * K + inside // D)[None, :]
+    if PARTS == 3:
+        if part == KEYS:
+            y = k
+        if part == VALUES:
+            y = v
+            total *= tl.load(gates + s * K + inside // D)[None, :]
     rows = (s.to(tl.int64) * T + t)[:, None] * width
     mask = (t < T)[:, None] & (column < width)[None, :]
     tl.store(
@@ -177,13 +185,14 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _columns_kernel(
-    o, w, bias, index, y, S, T, C, width, w_row,
-    UNIT: tl.constexpr, UNIT_C: tl.constexpr, EVEN: tl.constexpr,
+    o, w, bias, gates, index, y, S, T, C, width, w_row,
+    GATED: tl.constexpr, UNIT: tl.constexpr, UNIT_C: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply o [S, T, K * D] by the columns of W [C, H * D] of each sequence's heads -> y [S, T, C].
 
-    UNIT, UNIT_C: see `_unit`, of D and of C. EVEN: K * D is a multiple of BLOCK_K.
+    GATED: D if o is multiplied by the gates, else 0, and gates is None. UNIT, UNIT_C: see `_unit`, of D and of C. EVEN:
+    K * D is a multiple of BLOCK_K.
     """
     s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), tl.cdiv(C, BLOCK_N))
     t = m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -202,6 +211,10 @@ def _columns_kernel(
             real = start + i < width
             w_column = tl.load(slots, mask=real, other=0)
             o_tile = tl.load(o_tiles, mask=real[None, :], other=0.0)
+        if GATED:
+            slot = tl.minimum(start + i, width - 1) // GATED
+            gate = tl.load(gates + s * (width // GATED) + slot)
+            o_tile = (o_tile * gate[None, :]).to(o.dtype.element_ty)
         w_column = tl.max_contiguous(tl.multiple_of(w_column, UNIT), UNIT)
         w_tile = tl.load(w_rows + w_column[None, :])
         total = tl.dot(o_tile, tl.trans(w_tile), total, input_precision=PRECISION)
@@ -253,30 +266,69 @@ def project(
     Returns:
         Three tensors [S, T, K, D].
     """
-    S, T, C = x.shape
-    K = heads.shape[1]
-    D = index.shape[1] // K
-    x = contiguous_rows(x)
-    weight = contiguous_rows(weight)
-    q, k, v = (x.new_empty(S, T, K, D) for _ in range(3))
-    block = ROWS[precision_of(x.dtype)]
-    programs = S * cdiv(T, block.rows) * 3 * cdiv(K * D, block.columns)
-    if programs:
-        tensors = (x, weight, bias, gates, index, q, k, v)
-        sizes = (S, T, C, K, weight.shape[0] // (3 * D))
-        strides = (x.stride()[:2], weight.stride(0))
-        options = dict(D=D, EVEN=C % block.inner == 0, **_options(block, x.dtype))
-        _rows_kernel[(programs,)](*tensors, *sizes, *strides, **options)
+    q, k, v = (_empty(x, heads, index) for _ in range(3))
+    _multiply_rows(x, weight, bias, gates, index, (q, k, v))
     return q, k, v
 
 
-def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+def project_groups(
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: Tensor, index: Tensor
+) -> Tensor:
+    """Compute the hidden channels of the groups that each sequence runs: x [S, T, C] -> [S, T, K, D].
+
+    Args:
+        x: [S, T, C].
+        weight: [H * D, C] in the dtype of x.
+        bias: [H * D] in the dtype of x, or None.
+        heads, index: see `plan`.
+    """
+    hidden = _empty(x, heads, index)
+    _multiply_rows(x, weight, bias, None, index, (hidden,))
+    return hidden
+
+
+def _empty(x: Tensor, heads: Tensor, index: Tensor) -> Tensor:
+    """Return memory for a result [S, T, K, D] of the heads [S, K] for x [S, T, C]."""
+    S, T, _ = x.shape
+    K = heads.shape[1]
+    return x.new_empty(S, T, K, index.shape[1] // K)
+
+
+def _multiply_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gates: Tensor | None,
+    index: Tensor,
+    results: tuple[Tensor, ...],
+) -> None:
+    """Launch `_rows_kernel`, which fills the results, one or three [S, T, K, D]; see `project`."""
+    S, T, C = x.shape
+    K, D = results[0].shape[2:]
+    parts = len(results)
+    x = contiguous_rows(x)
+    weight = contiguous_rows(weight)
+    block = ROWS[precision_of(x.dtype)]
+    programs = S * cdiv(T, block.rows) * parts * cdiv(K * D, block.columns)
+    if programs:
+        q, k, v = (*results, None, None)[:3]
+        tensors = (x, weight, bias, gates, index, q, k, v)
+        sizes = (S, T, C, K, weight.shape[0] // (parts * D))
+        strides = (x.stride()[:2], weight.stride(0))
+        options = dict(PARTS=parts, D=D, EVEN=C % block.inner == 0, **_options(block, x.dtype))
+        _rows_kernel[(programs,)](*tensors, *sizes, *strides, **options)
+
+
+def combine(
+    o: Tensor, weight: Tensor, bias: Tensor | None, gates: Tensor | None, index: Tensor
+) -> Tensor:
     """Project the outputs of the heads that each sequence runs: o [S, T, K, D] -> [S, T, C].
 
     Args:
-        o: outputs, already multiplied by gates, because the values were.
+        o: outputs of heads, or hidden channels of groups.
         weight: [C, H * D] in the dtype of o.
         bias: [C] in the dtype of o, or None.
+        gates: see `plan`; None: o is already multiplied by them, because the values were.
         index: see `plan`.
     """
     S, T, K, D = o.shape
@@ -287,8 +339,11 @@ def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Te
     block = COLUMNS[precision_of(o.dtype)]
     programs = S * cdiv(T, block.rows) * cdiv(C, block.columns)
     if programs:
-        tensors = (o, weight, bias, index, y)
-        options = dict(UNIT=_unit(D), UNIT_C=_unit(C), EVEN=K * D % block.inner == 0)
-        options.update(_options(block, o.dtype))
+        tensors = (o, weight, bias, gates, index, y)
+        gated = 0
+        if gates is not None:
+            gated = D
+        options = dict(GATED=gated, UNIT=_unit(D), UNIT_C=_unit(C))
+        options.update(EVEN=K * D % block.inner == 0, **_options(block, o.dtype))
         _columns_kernel[(programs,)](*tensors, S, T, C, K * D, weight.stride(0), **options)
     return y
