@@ -44,6 +44,8 @@ AROUND = {
     "_weigh_backward_kernel",
 }
 OF_SEQUENCES = {"_plan_kernel", "_rows_kernel", "_columns_kernel"}
+# Hidden channels of a group: an eighth of those of small models and of DiT-XL, and widths that divide otherwise.
+GROUP_WIDTHS = 72, 192, 288, 384, 512, 576
 
 
 def compiled(tasks):
@@ -88,6 +90,22 @@ def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
     assert {kernel["name"] for kernel in of["ones"]} == ATTENTION | AROUND
 
 
+def test_groups_of_sequences():
+    """The widest groups on every card, without a constant for the number of groups that run."""
+    cases = [(80, 576, "tf32"), (89, 576, "float16"), (90, 576, "bfloat16"), (90, 72, "float32")]
+    tasks = [("of_groups", *case, K) for case in cases for K in (3, 5)]
+    kernels = compiled(tasks)
+    assert {kernel["name"] for kernel in kernels} == OF_SEQUENCES
+    assert_fit(kernels)
+    for case in cases:
+        hashes = [
+            {kernel["hash"] for kernel in kernels if kernel["task"][1:] == [*case, K]}
+            for K in (3, 5)
+        ]
+        assert len(hashes[0]) == len(OF_SEQUENCES)
+        assert hashes[0] == hashes[1]
+
+
 def test_every_row_of_the_table_is_compiled():
     """By the matrix of calls below, on some card."""
     blocks = pytest.importorskip("moh_vision.attention.kernels.gpu.blocks")
@@ -117,6 +135,7 @@ def test_routers_and_products_with_gates_as_a_matrix(card):
     tasks = [("route", card, dtype, *router) for dtype in dtypes for router in routers]
     tasks += itertools.product(["weigh"], [card], [16, 72, 128, 256], dtypes)
     tasks += itertools.product(["of_sequences"], [card], [64, 72, 128], dtypes)
+    tasks += itertools.product(["of_groups"], [card], GROUP_WIDTHS, dtypes)
     kernels = compiled(tasks)
     assert_fit(kernels)
     assert {kernel["name"] for kernel in kernels} == AROUND | OF_SEQUENCES
@@ -235,7 +254,21 @@ def of_sequences(D, dtype, H=6, K=3, tokens=200):
     x = torch.zeros(2, tokens, H * D, dtype=dtype)
     weight = torch.zeros(3 * H * D, H * D).to(dtype)
     OPS.project_heads(x, weight, weight[:, 0].contiguous(), *plan)
-    OPS.combine_heads(torch.zeros(2, tokens, K, D, dtype=dtype), weight[: H * D], None, plan[2])
+    o = torch.zeros(2, tokens, K, D, dtype=dtype)
+    OPS.combine_heads(o, weight[: H * D], None, None, plan[2])
+
+
+def of_groups(D, dtype, K=3, G=8, C=1152, tokens=200):
+    """Products with the weights of the groups of an MLP that each sequence runs."""
+    from moh_vision.attention.kernels.gpu.library import OPS
+
+    dtype = products_in(dtype)
+    active = torch.zeros(2, 1, G, dtype=torch.bool)
+    heads, gates, index = OPS.plan(active, torch.zeros(2, 1, G), K, D)
+    x = torch.zeros(2, tokens, C, dtype=dtype)
+    weight = torch.zeros(G * D, C).to(dtype)
+    hidden = OPS.project_groups(x, weight, weight[:, 0].contiguous(), heads, index)
+    OPS.combine_heads(hidden, weight.t().contiguous(), weight[0], gates, index)
 
 
 def ones():
