@@ -3,6 +3,8 @@
     python benchmarks/gpu.py                          # one card, less than 8 minutes
     python benchmarks/gpu.py --add                    # go on where the time did not suffice
     python benchmarks/gpu.py --parts numerics layer   # parts whose names begin so
+    python benchmarks/gpu.py --parts peaks 'numerics groups' 'layer dit_xlarge_mlp' 'sampling dit_xlarge' 'step dit_xlarge eager'
+                                                      # groups of the MLP
     python benchmarks/gpu.py --device cpu --quick     # tiny shapes: checks that the benchmark itself runs
     python benchmarks/gpu.py --table                  # the goals and what was reached, as Markdown
 
@@ -16,7 +18,8 @@ Then follow times (gpu_times.py), the most wanted first:
     dense       fused qkv product, scaled_dot_product_attention (torch's choice, and each backend), output product
     released    the published MoH operations: all heads, gates by softmax, top-k and a mask, then an einsum
     masked, packed
-                our executors, with the share of heads that runs and what chooses them: every token, a sample, a timestep
+                our executors, with the share of heads that runs and what chooses them: every token, a sample, a timestep;
+                of an MLP, and "with groups" of a model's MLPs too, the share of groups
 
     eager       as called from Python, including the time to launch kernels
     graph       replays of a CUDA graph: the time of the device alone; code that waits for the device has none
@@ -42,8 +45,11 @@ import torch
 from gpu_numerics import CASES, DTYPES, QUICK_CASES, numerics, races, summary, wrong
 from gpu_run import Run
 from gpu_times import (
+    MLP_SHAPES,
     MODELS,
+    QUICK_MLP_SHAPES,
     QUICK_SHAPES,
+    SAMPLERS,
     SHAPES,
     SHARES,
     layers,
@@ -66,11 +72,13 @@ class Goal(NamedTuple):
     On one H100 or H200 in bfloat16; `auto` takes `packed` where it was measured to pay.
     """
 
-    part: str  # "layer", "prefill" or "step"
+    part: str  # "layer", "prefill", "sampling" (a step of it) or "step" (of training)
     shape: str
-    scope: str  # "token", "sample", or "one": one choice for all samples
+    # "token", "sample", or "one": one choice for all samples. A DiT's is "timestep" where all are at one. "... with groups":
+    # the groups of the MLP are chosen too.
+    scope: str
     mode: str  # "forward" or "train" (forward and backward; a step: the whole training step)
-    share: float  # of the heads that run
+    share: float  # of the heads that run, and of the groups
     executor: str
     limit: float
 
@@ -100,6 +108,8 @@ def goals():
     for family in ("vit_base", "dit_xlarge"):
         yield Goal("step", family, "token", "train", 0.75, "packed", 1.02)
         yield Goal("step", family, "sample", "train", 0.5, "packed", 0.9)
+    yield Goal("sampling", "dit_xlarge", "timestep with groups", "forward", 0.5, "packed", 0.62)
+    yield Goal("step", "dit_xlarge", "sample with groups", "train", 0.5, "packed", 0.8)
 
 
 def reached(goal, tables):
@@ -170,10 +180,12 @@ def met_or_missed(ratio, limit):
 def plan(run):  # noqa: C901
     """Return [(name, function, arguments, whether torch.compile takes much of its time)], the most wanted first."""
     shapes = SHAPES
+    mlp_shapes = MLP_SHAPES
     cases = CASES
     shares = SHARES
     if run.quick:
         shapes = QUICK_SHAPES
+        mlp_shapes = QUICK_MLP_SHAPES
         cases = QUICK_CASES
         shares = SHARES[:1]
     # The forms that a table is measured in: the most wanted one, and those that are left for later.
@@ -182,6 +194,7 @@ def plan(run):  # noqa: C901
     if run.cuda:
         best_form = "graph"
         later_forms = ("eager",)
+    every_shape = {**shapes, **mlp_shapes}
     first_case = next(iter(cases))
     families = dict.fromkeys(family for family, _ in MODELS)
     parts = {}
@@ -196,7 +209,7 @@ def plan(run):  # noqa: C901
 
     def layers_of(names, scope, form, dtype="bfloat16", compiles=False):
         for name in names:
-            shape = shapes[name]._replace(scope=scope)
+            shape = every_shape[name]._replace(scope=scope)
             for mode in ("forward", "train"):
                 about = (name, shape, shares, dtype, mode, form)
                 part = f"layer {name} {scope} {dtype} {mode} {form}"
@@ -210,7 +223,9 @@ def plan(run):  # noqa: C901
     add(f"prefill {best_form}", prompt, best_form)
     layers_of(shapes, "sample", best_form)
     layers_of(["dit_xlarge"], "one", best_form)
-    for name, shape in shapes.items():
+    for scope in ("sample", "one"):
+        layers_of(mlp_shapes, scope, best_form)
+    for name, shape in every_shape.items():
         add(f"races {name}", races, name, shape, "bfloat16", 0.5)
     for family in families:
         add(f"step {family} compiled", training, family, "compiled", compiles=True)
@@ -219,8 +234,9 @@ def plan(run):  # noqa: C901
         numerics_of(dtype, [first_case], 0.75)
         if not run.quick:
             numerics_of(dtype, [first_case], 1.0)
-    for form in (best_form, *later_forms):
-        add(f"sampling {form}", sampling, form)
+    for family in SAMPLERS:
+        for form in (best_form, *later_forms):
+            add(f"sampling {family} {form}", sampling, family, form)
     for family in families:
         add(f"step {family} eager", training, family, "eager")
     first_shapes = list(shapes)[:2]

@@ -12,22 +12,37 @@ from attention import Released, copies, draw_router, output, router_input
 from gpu_run import one_line
 from torch import nn
 
-from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget
+from moh_vision.attention import (
+    EXECUTORS,
+    GroupMixtureMlp,
+    HeadMixtureAttention,
+    Routing,
+    resolve_budget,
+)
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.routing import Pairs
 
 
 class Shape(NamedTuple):
-    """Self-attention of one layer."""
+    """Self-attention of one layer, or the MLP of a block."""
 
     batch: int
     tokens: int
-    heads: int
+    heads: int  # of attention, or groups of the MLP
     width: int  # D
     kv_heads: int | None = None
     causal: bool = False
     mask: str = ""  # "keys": bool, of each sequence; "bias": additive, of each head
     scope: str = "token"  # "one": one choice for all samples, from a condition
+    mlp: bool = False
+
+    @property
+    def dim(self):
+        """C, width of the tokens; the hidden width of an MLP is four times as large."""
+        hidden = self.heads * self.width
+        if self.mlp:
+            return hidden // 4
+        return hidden
 
 
 CASES = {
@@ -36,6 +51,8 @@ CASES = {
     "grouped causal 128": Shape(2, 300, 8, 128, kv_heads=2, causal=True),
     "sample 64": Shape(3, 197, 6, 64, scope="sample"),
     "sample 72": Shape(3, 256, 16, 72, scope="sample"),
+    "groups of a sample 72": Shape(3, 256, 8, 72, scope="sample", mlp=True),
+    "groups of a sample 576": Shape(3, 256, 8, 576, scope="sample", mlp=True),
     "keys masked 64": Shape(2, 197, 6, 64, mask="keys"),
     "bias 64": Shape(2, 197, 6, 64, mask="bias"),
 }
@@ -49,6 +66,7 @@ DTYPES = {
     "float16": (torch.float16, "highest", 5e-3),
 }
 CHECKED = sorted(set(EXECUTORS) - {"reference"})
+GELU = functools.partial(nn.GELU, approximate="tanh")  # of a DiT's MLP
 
 
 class Given(nn.Module):
@@ -86,14 +104,17 @@ def precision(dtype_name):
 def make_layer(shape, share, dtype, device):
     """Make a layer with a random router in a shape."""
     budget = resolve_budget(f"uniform:{share}", 1, shape.heads, shape.width)[0]
-    layer = HeadMixtureAttention(
-        shape.heads * shape.width,
-        budget,
-        scope="token" if shape.scope == "token" else "sample",
-        kv_heads=shape.kv_heads,
-        dtype=dtype,
-        device=device,
-    )
+    if shape.mlp:
+        layer = GroupMixtureMlp(shape.dim, budget, act_layer=GELU, dtype=dtype, device=device)
+    else:
+        layer = HeadMixtureAttention(
+            shape.dim,
+            budget,
+            scope="token" if shape.scope == "token" else "sample",
+            kv_heads=shape.kv_heads,
+            dtype=dtype,
+            device=device,
+        )
     averaged = shape.tokens if shape.scope == "sample" else 1
     draw_router(layer.router, averaged)
     return layer
@@ -208,7 +229,7 @@ def numerics(run, case, shape, dtype_name, share):
         oracle = copy.deepcopy(layer).double()
         contestants = copies(layer, CHECKED)
         if dtype_name == "float64":
-            if shape.kv_heads is None and not shape.mask:
+            if shape.kv_heads is None and not shape.mask and not shape.mlp:
                 contestants["released"] = Released(layer)
         else:
             routing = check_router(run, about, layer, oracle, x)
@@ -268,8 +289,7 @@ def races(run, name, shape, dtype_name, share):
         layer = make_layer(shape, share, dtype, run.device)
         layer.executor = "packed"
         x, dy = torch.randn(2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=dtype)
-        first = results(layer, x, dy, is_causal=shape.causal)
-        differs = differing(first, results(layer, x, dy, is_causal=shape.causal))
+        differs = differing(results(layer, x, dy), results(layer, x, dy))
     row = dict(
         case=name,
         scope=shape.scope,

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import timm
 import torch
 from attention import Dense, Released, bound, copies, draw_router, layer_step, picked, saved_bytes
-from gpu_numerics import DTYPES, Shape, excluded, make_layer, precision
+from gpu_numerics import DTYPES, GELU, Shape, excluded, make_layer, precision
 from models import inputs, released, routed, task
+from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention
 from moh_vision.attention.executors import Masked
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routing import Call
 
 SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
@@ -27,6 +29,8 @@ SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
     "n16384": Shape(2, 16384, 12, 64),
 }
 QUICK_SHAPES = {"vit_base": Shape(2, 24, 8, 64), "dit_xlarge": Shape(2, 24, 8, 72)}
+MLP_SHAPES = {"dit_xlarge_mlp": Shape(128, 256, 8, 576, mlp=True)}
+QUICK_MLP_SHAPES = {"dit_xlarge_mlp": Shape(2, 24, 8, 48, mlp=True)}
 SHARES = (0.75, 0.5)  # --quick and compiled layers: the first
 TIMED = ("masked", "packed", "auto")
 BACKENDS = {
@@ -47,6 +51,7 @@ class Model(NamedTuple):
     dense: tuple
     token: tuple  # 0.75 of the heads, chosen per token
     sample: tuple  # half of the heads, chosen per sample
+    groups: tuple  # half of the heads and half of the groups of the MLP, chosen per sample
 
 
 VIT = "vit_base_patch16_224"
@@ -55,12 +60,25 @@ DIT = "dit_xlarge_patch2"
 NINE = dict(depth=9, num_heads=[8] * 3 + [16] * 3 + [24] * 3, head_dim=72)
 NINE_BUDGET = [(8, 0)] * 3 + [(10, 2)] * 3 + [(14, 2)] * 3
 HALF = dict(head_budget="uniform:0.5", scope="sample")
-VITS = Model(128, 12, (VIT, {}), (f"moh_{VIT}", dict(head_budget=0.75)), (f"moh_{VIT}", HALF))
+HALF_OF_BOTH = dict(HALF, mlp_budget="uniform:0.5")
+VITS = Model(
+    128,
+    12,
+    (VIT, {}),
+    (f"moh_{VIT}", dict(head_budget=0.75)),
+    (f"moh_{VIT}", HALF),
+    (f"moh_{VIT}", HALF_OF_BOTH),
+)
 MODELS = {
     ("vit_base", "eager"): VITS,
     ("vit_base", "compiled"): VITS,
     ("dit_xlarge", "eager"): Model(
-        32, 28, (DIT, {}), (f"moh_{DIT}_75", {}), (f"moh_{DIT}_75", HALF)
+        32,
+        28,
+        (DIT, {}),
+        (f"moh_{DIT}_75", {}),
+        (f"moh_{DIT}_75", HALF),
+        (f"moh_{DIT}_75", HALF_OF_BOTH),
     ),
     ("dit_xlarge", "compiled"): Model(
         64,
@@ -68,11 +86,38 @@ MODELS = {
         (DIT, dict(depth=9)),
         (f"moh_{DIT}_75", dict(NINE, head_budget=NINE_BUDGET)),
         (f"moh_{DIT}_75", dict(NINE, **HALF)),
+        (f"moh_{DIT}_75", dict(NINE, **HALF_OF_BOTH)),
     ),
 }
 QUICK_MODELS = {
     "vit_base": dict(img_size=32, embed_dim=96, num_heads=12, depth=2),
     "dit_xlarge": dict(img_size=8, embed_dim=96, num_heads=6, head_dim=16, depth=2),
+}
+
+
+PACKED = dict(executor="packed")
+BY_TIMESTEP = dict(PACKED, scope="sample", route_by="timestep")
+SAMPLERS = {  # family -> {contestant: name and arguments in timm's registry}
+    "dit_xlarge": {
+        "dense": (DIT, {}),
+        "packed 0.5 timestep with groups": (f"moh_{DIT}_75", dict(BY_TIMESTEP, **HALF_OF_BOTH)),
+        "packed 0.5 sample with groups": (f"moh_{DIT}_75", dict(PACKED, **HALF_OF_BOTH)),
+        "packed 0.5 timestep": (f"moh_{DIT}_75", dict(BY_TIMESTEP, **HALF)),
+        "masked 0.5 timestep with groups": (
+            f"moh_{DIT}_75",
+            dict(BY_TIMESTEP, **HALF_OF_BOTH, executor="masked"),
+        ),
+    },
+    "dit_small": {
+        "dense": ("dit_small_patch2", {}),
+        "packed 0.75 token": ("moh_dit_small_patch2_75", PACKED),
+        "packed 0.75 timestep": ("moh_dit_small_patch2_75", BY_TIMESTEP),
+        "packed 0.5 timestep": ("moh_dit_small_patch2_75", dict(BY_TIMESTEP, head_budget=0.5)),
+    },
+}
+QUICK_SAMPLERS = {
+    "dit_xlarge": QUICK_MODELS["dit_xlarge"],
+    "dit_small": dict(img_size=8, embed_dim=96),
 }
 
 
@@ -142,6 +187,13 @@ def peaks(run):
     print("peaks:", ", ".join(rates))
 
 
+def dense_contestants(shape, dtype):
+    """Return {name: module} of what a routed layer is held to."""
+    if shape.mlp:
+        return {"dense": Mlp(shape.dim, 4 * shape.dim, act_layer=GELU, dtype=dtype)}
+    return with_backends(Dense(shape.dim, shape.heads, dtype))
+
+
 def least_seconds(rates, shape, dtype_name, mode, share):
     """Return the least time of a layer at these rates: for its multiplications or for its bytes, each moved once.
 
@@ -150,16 +202,21 @@ def least_seconds(rates, shape, dtype_name, mode, share):
         shape: of the layer.
         dtype_name: a key of DTYPES.
         mode: "forward" or "train".
-        share: of the heads that run.
+        share: of the heads or groups that run.
     """
     tokens = shape.batch * shape.tokens
-    width = shape.heads * shape.width
-    flops = tokens * (8 * width * width + 4 * shape.tokens * width)
-    flops *= bound(share, shape.tokens, width, shape.scope)
-    numbers = 2 * tokens * width + 4 * width * width  # x, y and the weights
+    width = shape.dim
+    if shape.mlp:
+        weights = 8 * width * width
+        flops = 2 * tokens * weights * share
+    else:
+        weights = 4 * width * width
+        flops = tokens * (2 * weights + 4 * shape.tokens * width)
+        flops *= bound(share, shape.tokens, width, shape.scope)
+    numbers = 2 * tokens * width + weights  # x, y and the weights
     if mode == "train":
         flops *= 3  # backward has two products for each of forward
-        numbers += 3 * tokens * width + 8 * width * width  # dy, x, dx, the weights, their gradients
+        numbers += 3 * tokens * width + 2 * weights  # dy, x, dx, the weights, their gradients
     moving = numbers * DTYPES[dtype_name][0].itemsize / rates["copy"]
     return max(flops / rates[dtype_name], moving)
 
@@ -178,27 +235,31 @@ def routed_contestants(layer, shape, executors):
     modules = copies(layer, executors)
     if shape.scope == "one":
         return {name: Conditioned(module) for name, module in modules.items()}
+    if shape.mlp:
+        return modules
     return {"released": Released(layer), **modules}
 
 
 def layers(run, shape_name, shape, shares, dtype_name, mode, form):
-    """Report the times of one attention layer, of all contestants.
+    """Report the times of one attention layer or one MLP, of all contestants.
 
     Args:
         run: the `Run`.
         shape_name: as the table has it.
         shape: of the layer.
-        shares: of the heads that run.
+        shares: of the heads or groups that run.
         dtype_name: a key of DTYPES.
         mode: "forward" or "train".
         form: "eager", "graph" or "compiled".
     """
     B = shape.batch
     N = shape.tokens
-    C = shape.heads * shape.width
+    C = shape.dim
     dtype = DTYPES[dtype_name][0]
     compiles = form == "compiled"
-    contestants = with_backends(Dense(C, shape.heads, dtype).to(run.device))
+    contestants = {
+        name: module.to(run.device) for name, module in dense_contestants(shape, dtype).items()
+    }
     executors = TIMED
     if compiles:
         torch.compiler.reset()  # shapes of earlier tables count against the limit of recompilations
@@ -301,7 +362,7 @@ class Conditioned(nn.Module):
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
-        weight = layer.qkv.weight
+        weight = layer.projections[0].weight
         self.condition = torch.randn(1, layer.dim, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x):
@@ -325,8 +386,9 @@ def drawn(name, arguments):
     if hasattr(model, "final_layer"):
         for block in [*model.blocks, model.final_layer]:
             nn.init.normal_(block.adaLN_modulation[1].weight, std=0.02)
-    for layer in routed(model):
-        draw_router(layer.router)
+    for layer in model.modules():
+        if isinstance(layer, RoutedLayer):
+            draw_router(layer.router)
     return model
 
 
@@ -369,6 +431,7 @@ def training(run, family, form):
         torch.compiler.reset()
     routed_models = {"packed 0.75 token": models.token, "packed 0.5 sample": models.sample}
     if form != "compiled":  # they would take the time of another family
+        routed_models["packed 0.5 sample with groups"] = models.groups
         routed_models["masked 0.75 token"] = models.token
         routed_models["released 0.75 token"] = models.token
     name, arguments = models.dense
@@ -396,25 +459,17 @@ def training(run, family, form):
     report_table(run, about, makers)
 
 
-def sampling(run, form):
-    """Report the times of one step of sampling by DiT-S: the model on a batch of latents, heads by token or timestep."""
+def sampling(run, family, form):
+    """Report the times of one step of sampling by a DiT: the model on a batch of latents, all at one timestep."""
     batch = 64
     small = {}
     if run.quick:
         batch = 2
-        small = dict(img_size=8, embed_dim=96)
-    name = "moh_dit_small_patch2_75"
-    packed = dict(small, executor="packed")
-    by_step = dict(packed, scope="sample", route_by="timestep")
-    contestants = {
-        "dense": ("dit_small_patch2", small),
-        "packed 0.75 token": (name, packed),
-        "packed 0.75 timestep": (name, by_step),
-        "packed 0.5 timestep": (name, dict(by_step, head_budget=0.5)),
-    }
+        small = QUICK_SAMPLERS[family]
+    contestants = SAMPLERS[family]
 
     def make(name, arguments):
-        model = drawn(name, arguments).to(run.device).eval()
+        model = drawn(name, dict(arguments, **small)).to(run.device).eval()
         given_inputs = inputs(model, batch, None, run.device)
         latents = given_inputs["images"]
         timesteps = given_inputs["timesteps"][:1].expand(batch)
@@ -428,7 +483,7 @@ def sampling(run, form):
 
     about = dict(
         part="sampling",
-        shape="dit_small",
+        shape=family,
         scope="both",
         dtype="bfloat16",
         mode="forward",

@@ -37,7 +37,12 @@ BENCHMARKS = {
     ),
     "checkpoint": ({}, "--rounds 2 --depth 1 --folder ."),
     "loader": (dict(BATCH=4), "--images 12 --seconds 0 --workers 0"),
-    "gpu": ({}, GPU + "peaks 'numerics token' prefill 'step vit_base eager'"),
+    "gpu": (
+        {},
+        GPU
+        + "peaks 'numerics token' 'numerics groups of a sample 72' prefill 'layer dit_xlarge_mlp' "
+        "'sampling dit_xlarge' 'step vit_base eager'",
+    ),
     "export": (dict(SIZE=[3, 32, 32], BATCHES=(1,), CASES=ONNX), ""),
 }
 
@@ -89,6 +94,17 @@ def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monk
             row["error"] <= row["allowed"] for row in found["numerics"]
         )
         assert found["tables"][0]["rows"]["packed 0.75 token"]["roofline"] > 0
+        timed = {
+            name
+            for table in found["tables"]
+            for name, row in table["rows"].items()
+            if "milliseconds" in row
+        }
+        assert timed > {
+            "packed 0.75 one",
+            "packed 0.5 timestep with groups",
+            "packed 0.5 sample with groups",
+        }
     monkeypatch.undo()  # the page has the tables of the results that are kept
     assert run(name, "--table")[1].out.strip() in (ROOT / "docs/results/speed.md").read_text(
         encoding="utf-8"

@@ -22,7 +22,7 @@ from moh_vision.attention.executors.measurement_table import (
     measuring_is_off,
 )
 from moh_vision.attention.linear import is_traced
-from moh_vision.attention.model_heads import attention_layers
+from moh_vision.attention.model_heads import attention_layers, mlp_layers
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routing import Call
 from moh_vision.attention.trial import (
@@ -71,9 +71,10 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
         The measured rows by kind of call, see `measurement_table.Rows`; empty with MOH_VISION_MEASURE=off.
 
     Raises:
-        ValueError: the model has no HeadMixtureAttention layer.
+        ValueError: the model has no HeadMixtureAttention layer and no GroupMixtureMlp.
     """
-    attention_layers(model)  # raises if there are none
+    if not mlp_layers(model):
+        attention_layers(model)  # raises if there are none
 
     def forward() -> Any:
         return model(*inputs, **named)

@@ -431,6 +431,12 @@ def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     torch.testing.assert_close(y, layer(x)[0])
 
 
+def test_an_mlp_alone_is_measured(path, takes):
+    takes(0.5)
+    rows = moh_vision.measure(GroupMixtureMlp(32, HeadBudget(8, 16, 2, 3)).eval(), tokens())
+    assert len(rows) == 1
+
+
 def test_groups_of_an_mlp_are_measured_beside_heads(path, takes, capsys):
     """Its call is compared with all groups in plain PyTorch, and its line names groups by the words of heads."""
     takes(0.5)
