@@ -17,6 +17,7 @@ SIZES = dict(
     vit_small=TINY,
     converted=TINY,
     dit_small=dict(img_size=8, embed_dim=48),
+    dit_base=dict(img_size=8, embed_dim=48),
     transnext=dict(img_size=32),
 )
 HALF = dict(img_size=32, depth=1, head_budget="uniform:0.5")
@@ -33,7 +34,7 @@ BENCHMARKS = {
     ),
     "models": (
         dict(STEPS=2, GUIDED_STEPS=1, SHARES=(0.75,), SIZES=SIZES),
-        "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted",
+        "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted groups_small groups_small_train",
     ),
     "checkpoint": ({}, "--rounds 2 --depth 1 --folder ."),
     "loader": (dict(BATCH=4), "--images 12 --seconds 0 --workers 0"),
@@ -150,3 +151,38 @@ def test_the_released_models_are_ours(part, monkeypatch):
             getattr(output, "sample", output) for output in (model(*given) for model in models)
         )
     torch.testing.assert_close(released, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_have_a_table_with_their_goals():
+    """One for the models with groups, below that of heads; and a line says whether the goal is reached."""
+    script = benchmark("models")
+    common = dict(mode="denoise", batch=8, dtype="float32")
+    groups = {"dense": dict(ratio=1.0), "timestep 0.5 with groups": dict(ratio=0.7)}
+    cases = [
+        dict(
+            common, part="sampling", times={"dense": dict(ratio=1.0), "token 0.5": dict(ratio=0.9)}
+        ),
+        dict(common, part="groups_base", times=groups),
+    ]
+    machine = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
+    about, heads, with_groups = script.tables(dict(machine=machine, cases=cases)).split("\n\n")
+    assert about.startswith("2 cores")
+    assert "groups" not in heads
+    assert with_groups.splitlines()[2] == "| groups_base, denoise | 8 | float32 | 0.70 | 0.62 |"
+    assert script.verdict("groups_base", "timestep 0.5 with groups", 0.7) == ", goal 0.62 missed"
+    assert script.verdict("groups_base", "timestep 0.5 with groups", 0.62) == ", goal 0.62 reached"
+    assert script.verdict("groups_base", "timestep 0.5", 0.7) == ""
+
+
+@pytest.mark.parametrize(
+    "part, read", [("groups_small", "timestep"), ("groups_base_train", "condition")]
+)
+def test_half_of_the_heads_and_groups(part, read, monkeypatch):
+    script = benchmark("models")
+    monkeypatch.setattr(script, "SIZES", SIZES)
+    models = script.PARTS[part][0]()
+    heads = models[f"{read} 0.5"]
+    both = models[f"{read} 0.5 with groups"]
+    assert (len(script.routed(both)), len(script.routed(heads))) == (24, 12)
+    assert script.share(both) == script.share(heads) == 0.5
+    assert script.bound(both, 8) < script.bound(heads, 8) < 1
