@@ -316,7 +316,8 @@ def denoising_step(model, batch, _, guided=False):
         if number % steps == 0:
             x = torch.randn(size, generator=torch.Generator().manual_seed(0))
         t = scheduler.timesteps[number % steps]
-        predicted = model(x.repeat(copies, 1, 1, 1), t.expand(len(labels)), labels).sample
+        # One number for the batch, as the samplers give it: with route_by="timestep" one choice for all images.
+        predicted = model(x.repeat(copies, 1, 1, 1), t.reshape(1), labels).sample
         noise = predicted[:, :channels].float()
         if guided:
             by_class, without = noise.chunk(2)
