@@ -186,3 +186,62 @@ def test_half_of_the_heads_and_groups(part, read, monkeypatch):
     assert (len(script.routed(both)), len(script.routed(heads))) == (24, 12)
     assert script.share(both) == script.share(heads) == 0.5
     assert script.bound(both, 8) < script.bound(heads, 8) < 1
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """(script, runs of digits in a folder, options of the commands that it gave); no command runs."""
+    script = benchmark("groups_quality")
+    given = []
+    monkeypatch.setattr(
+        script, "call", lambda name, options, threads: given.append([str(o) for o in options])
+    )
+    digits = script.STUDIES["digits"]._replace(root="digits", steps=1200)
+    return script, script.Runs("digits", digits, tmp_path, 1), given
+
+
+@pytest.mark.parametrize(
+    "model, steps, option",
+    [
+        ("dense", 1200, "dit_small_patch2"),
+        ("converted", 120, "--model.convert"),
+        ("narrow", 1320, "--model.embed_dim"),
+    ],
+)
+def test_the_study_does_not_repeat_what_is_finished(model, steps, option, study):
+    _, runs, given = study
+    width = 88 if model == "narrow" else None
+    runs.train_model(model, 2, width)
+    [options] = given
+    assert option in options
+    assert options[options.index("--max-steps") + 1] == str(steps)
+    run = runs.run_of(model, 2)
+    (run / f"checkpoints/step_{steps}").mkdir(parents=True)
+    runs.train_model(model, 2, width)
+    assert len(given) == 2  # without weights it is not finished
+    (run / "model.safetensors").touch()
+    (run / "scores.json").write_text("{}")
+    runs.train_model(model, 2, width)
+    assert runs.score(model, 2, "classifier") == {}
+    assert len(given) == 2
+
+
+def test_the_table_of_the_study(study):
+    script, _, _ = study
+    time = dict(milliseconds=2.0, ratio=0.5)
+    scores = [
+        dict(seed=0, frechet_distance=1.0, recognised=0.9),
+        dict(seed=1, frechet_distance=3.0, recognised=0.7),
+    ]
+    entry = dict(
+        width=88,
+        steps=dict.fromkeys(script.MODELS, 1200),
+        parameters=dict.fromkeys(script.MODELS, 1000),
+        times=dict.fromkeys(script.MODELS, time),
+        scores=dict.fromkeys(script.MODELS, scores),
+    )
+    machine = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
+    lines = script.tables(dict(machine=machine, studies={"digits": entry})).splitlines()
+    assert len(lines) == 7
+    numbers = "| 1200 | 1,000 | 2.0 | 0.50 | 2.00 ± 1.41 | 80.0 ± 14.1 |"
+    assert lines[-1] == f"| digits, narrow (width 88) {numbers}"
