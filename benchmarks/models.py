@@ -1,7 +1,8 @@
 """Time of whole models with routed heads against their dense twins, in one interleaved run.
 
-    python benchmarks/models.py                                   # about 10 minutes on 2 cores
+    python benchmarks/models.py                                   # about half an hour on 2 cores
     python benchmarks/models.py --parts sampling --batches 1      # one image at a time
+    python benchmarks/models.py --parts groups_small groups_base groups_small_train groups_base_train --output groups.json
     python benchmarks/models.py --table                           # Markdown, from the results that are there
 
     vit_small, vit_base   timm's vit_base_patch16_224 and moh_vit_base_patch16_224, likewise small: forward, and forward and backward of a training
@@ -11,9 +12,12 @@
     transnext    transnext_small and moh_transnext_small_75: forward, and forward and backward
     sampling     the small DiT, 50 steps of DDIM without guidance, heads chosen for every token, for every image by timestep and
                  class ("condition"), or by the timestep alone, so that a step computes the same heads for all images
+    groups_small, groups_base   the small and the base DiT, 50 steps of DDIM without guidance: half of the heads by timestep, and half of
+                 the heads and of every MLP's groups by timestep ("with groups"); goal 0.62
+    groups_small_train, groups_base_train   likewise by timestep and class: forward and backward of a training step; goal 0.80
     converted    vit_base_patch16_224 at 1024 pixels (4096 patches) and copies of it after moh_vision.convert: forward
 
-The figure behind a name is the share of heads: the same in all layers of a ViT, the released ones of a DiT and a TransNeXt at 0.75.
+Parts run alone overwrite --output, so give one. The figure behind a name is the share of heads: the same in all layers of a ViT, the released ones of a DiT and a TransNeXt at 0.75.
 `released` are the heads of 0.75 by the released operations: all heads, then gates that are zero. Weights are random. Every round times all models in a random order, so that a noisy machine hits all alike; reported are the
 medians and quartiles of the ratio to dense, round by round. `bound` is the ratio of the multiplications if what
 a head needs is skipped and nothing else costs time. Results go to benchmarks/results/models.json.
@@ -44,7 +48,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.attention import HeadMixtureAttention
+from moh_vision.attention import RoutedLayer
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.models.counts import count_macs
@@ -68,6 +72,14 @@ SIZES = {  # further arguments of the models
     "dit_base": {},
     "transnext": {},
     "converted": dict(img_size=1024),
+}
+WITH_GROUPS = "with groups"  # ends the names of models whose MLPs run groups
+# part -> the time over the dense model that models with groups shall reach
+GOALS = {
+    "groups_small": 0.62,
+    "groups_base": 0.62,
+    "groups_small_train": 0.80,
+    "groups_base_train": 0.80,
 }
 DTYPES = ("float32", "bfloat16")  # bfloat16: autocast
 
@@ -169,6 +181,16 @@ def dits_that_sample():
     return models
 
 
+def dits_with_groups(name, read):
+    """Make a dense DiT, and two at half of their heads, one of them at half of its MLPs' groups too, chosen by what `read` says."""
+    half = dict(head_budget=0.5, name=name, scope="sample", route_by=read)
+    return {
+        "dense": dit(name=name),
+        f"{read} 0.5": dit(**half),
+        f"{read} 0.5 {WITH_GROUPS}": dit(**half, mlp_budget=0.5),
+    }
+
+
 def converted():
     dense = timm.create_model("vit_base_patch16_224", **SIZES["converted"])
     models = {"dense": dense}
@@ -186,6 +208,10 @@ PARTS = {
     "dit_base": (partial(dits, "dit_base"), ("train", "guided"), (4,)),
     "transnext": (transnexts, ("forward", "train"), (2,)),
     "sampling": (dits_that_sample, ("denoise",), (1, 4, 8)),
+    "groups_small": (partial(dits_with_groups, "dit_small", "timestep"), ("denoise",), (8,)),
+    "groups_base": (partial(dits_with_groups, "dit_base", "timestep"), ("denoise",), (8,)),
+    "groups_small_train": (partial(dits_with_groups, "dit_small", "condition"), ("train",), (8,)),
+    "groups_base_train": (partial(dits_with_groups, "dit_base", "condition"), ("train",), (4,)),
     "converted": (converted, ("forward",), (1,)),
 }
 
@@ -195,12 +221,12 @@ def is_dit(model):
 
 
 def routed(model):
-    """Return a model's attention layers that are ours; timm's models have none."""
-    return [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
+    """Return a model's layers with routers, attention and MLPs; timm's models have none."""
+    return [module for module in model.modules() if isinstance(module, RoutedLayer)]
 
 
 def share(model):
-    """Return the share of heads that a model runs."""
+    """Return the share of heads, and of groups of routed MLPs, that a model runs."""
     layers = routed(model)
     if not layers:
         return 1.0
@@ -290,7 +316,8 @@ def denoising_step(model, batch, _, guided=False):
         if number % steps == 0:
             x = torch.randn(size, generator=torch.Generator().manual_seed(0))
         t = scheduler.timesteps[number % steps]
-        predicted = model(x.repeat(copies, 1, 1, 1), t.expand(len(labels)), labels).sample
+        # One number for the batch, as the samplers give it: with route_by="timestep" one choice for all images.
+        predicted = model(x.repeat(copies, 1, 1, 1), t.reshape(1), labels).sample
         noise = predicted[:, :channels].float()
         if guided:
             by_class, without = noise.chunk(2)
@@ -348,20 +375,46 @@ def measure(models, mode, batch, pixels, dtype):
 
 
 def tables(report):
-    """Write the median times over dense: a row for each case, a column for each model."""
-    names = dict.fromkeys(name for case in report["cases"] for name in case["times"])
+    """Write the median times over dense: a row for each case, a column for each model; cases with groups have their own table."""
+    of_heads = [case for case in report["cases"] if case["part"] not in GOALS]
+    of_groups = [case for case in report["cases"] if case["part"] in GOALS]
+    written = []
+    if of_heads:
+        written.append(table(of_heads))
+    if of_groups:
+        written.append(table(of_groups, goals=True))
+    return f"{about_machine(report)}\n\n" + "\n".join(written)
+
+
+def table(cases, goals=False):
+    """Write the table of some cases; `goals`: with a column of GOALS."""
+    names = dict.fromkeys(name for case in cases for name in case["times"])
     names.pop("dense", None)
+    columns = ["model, mode", "batch", "dtype", *names]
+    if goals:
+        columns.append(f"goal, {WITH_GROUPS}")
     rows = []
-    for case in report["cases"]:
+    for case in cases:
         row = [f"{case['part']}, {case['mode']}", str(case["batch"]), case["dtype"]]
         for name in names:
             ratio = ""
             if name in case["times"]:
                 ratio = f"{case['times'][name]['ratio']:.2f}"
             row.append(ratio)
+        if goals:
+            row.append(f"{GOALS[case['part']]:.2f}")
         rows.append(row)
-    table = markdown(["model, mode", "batch", "dtype", *names], rows)
-    return f"{about_machine(report)}\n\n{table}"
+    return markdown(columns, rows)
+
+
+def verdict(part, name, ratio):
+    """Return what a line of a model says of its goal; "" where it has none."""
+    if part not in GOALS or not name.endswith(WITH_GROUPS):
+        return ""
+    word = "missed"
+    if ratio <= GOALS[part]:
+        word = "reached"
+    return f", goal {GOALS[part]:.2f} {word}"
 
 
 def main():
@@ -394,7 +447,8 @@ def main():
             print(*about.values())
             for name, row in rows.items():
                 ratio = cell(row["ratio"], row["quartiles"])
-                print(f"    {name:16}{ratio}, bound {row['bound']:.2f}", flush=True)
+                goal = verdict(part, name, row["ratio"])
+                print(f"    {name:27}{ratio}, bound {row['bound']:.2f}{goal}", flush=True)
     write_report(args.output, report)
 
 

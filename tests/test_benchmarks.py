@@ -17,6 +17,7 @@ SIZES = dict(
     vit_small=TINY,
     converted=TINY,
     dit_small=dict(img_size=8, embed_dim=48),
+    dit_base=dict(img_size=8, embed_dim=48),
     transnext=dict(img_size=32),
 )
 HALF = dict(img_size=32, depth=1, head_budget="uniform:0.5")
@@ -33,7 +34,7 @@ BENCHMARKS = {
     ),
     "models": (
         dict(STEPS=2, GUIDED_STEPS=1, SHARES=(0.75,), SIZES=SIZES),
-        "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted",
+        "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted groups_small groups_small_train",
     ),
     "checkpoint": ({}, "--rounds 2 --depth 1 --folder ."),
     "loader": (dict(BATCH=4), "--images 12 --seconds 0 --workers 0"),
@@ -166,3 +167,97 @@ def test_the_released_models_are_ours(part, monkeypatch):
             getattr(output, "sample", output) for output in (model(*given) for model in models)
         )
     torch.testing.assert_close(released, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_have_a_table_with_their_goals():
+    """One for the models with groups, below that of heads; and a line says whether the goal is reached."""
+    script = benchmark("models")
+    common = dict(mode="denoise", batch=8, dtype="float32")
+    groups = {"dense": dict(ratio=1.0), "timestep 0.5 with groups": dict(ratio=0.7)}
+    cases = [
+        dict(
+            common, part="sampling", times={"dense": dict(ratio=1.0), "token 0.5": dict(ratio=0.9)}
+        ),
+        dict(common, part="groups_base", times=groups),
+    ]
+    machine = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
+    about, heads, with_groups = script.tables(dict(machine=machine, cases=cases)).split("\n\n")
+    assert about.startswith("2 cores")
+    assert "groups" not in heads
+    assert with_groups.splitlines()[2] == "| groups_base, denoise | 8 | float32 | 0.70 | 0.62 |"
+    assert script.verdict("groups_base", "timestep 0.5 with groups", 0.7) == ", goal 0.62 missed"
+    assert script.verdict("groups_base", "timestep 0.5 with groups", 0.62) == ", goal 0.62 reached"
+    assert script.verdict("groups_base", "timestep 0.5", 0.7) == ""
+
+
+@pytest.mark.parametrize(
+    "part, read", [("groups_small", "timestep"), ("groups_base_train", "condition")]
+)
+def test_half_of_the_heads_and_groups(part, read, monkeypatch):
+    script = benchmark("models")
+    monkeypatch.setattr(script, "SIZES", SIZES)
+    models = script.PARTS[part][0]()
+    heads = models[f"{read} 0.5"]
+    both = models[f"{read} 0.5 with groups"]
+    assert (len(script.routed(both)), len(script.routed(heads))) == (24, 12)
+    assert script.share(both) == script.share(heads) == 0.5
+    assert script.bound(both, 8) < script.bound(heads, 8) < 1
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """(script, runs of digits in a folder, options of the commands that it gave); no command runs."""
+    script = benchmark("groups_quality")
+    given = []
+    monkeypatch.setattr(
+        script, "call", lambda name, options, threads: given.append([str(o) for o in options])
+    )
+    digits = script.STUDIES["digits"]._replace(root="digits", steps=1200)
+    return script, script.Runs("digits", digits, tmp_path, 1), given
+
+
+@pytest.mark.parametrize(
+    "model, steps, option",
+    [
+        ("dense", 1200, "dit_small_patch2"),
+        ("converted", 120, "--model.convert"),
+        ("narrow", 1320, "--model.embed_dim"),
+    ],
+)
+def test_the_study_does_not_repeat_what_is_finished(model, steps, option, study):
+    _, runs, given = study
+    width = 88 if model == "narrow" else None
+    runs.train_model(model, 2, width)
+    [options] = given
+    assert option in options
+    assert options[options.index("--max-steps") + 1] == str(steps)
+    run = runs.run_of(model, 2)
+    (run / f"checkpoints/step_{steps}").mkdir(parents=True)
+    runs.train_model(model, 2, width)
+    assert len(given) == 2  # without weights it is not finished
+    (run / "model.safetensors").touch()
+    (run / "scores.json").write_text("{}")
+    runs.train_model(model, 2, width)
+    assert runs.score(model, 2, "classifier") == {}
+    assert len(given) == 2
+
+
+def test_the_table_of_the_study(study):
+    script, _, _ = study
+    time = dict(milliseconds=2.0, ratio=0.5)
+    scores = [
+        dict(seed=0, frechet_distance=1.0, recognised=0.9),
+        dict(seed=1, frechet_distance=3.0, recognised=0.7),
+    ]
+    entry = dict(
+        width=88,
+        steps=dict.fromkeys(script.MODELS, 1200),
+        parameters=dict.fromkeys(script.MODELS, 1000),
+        times=dict.fromkeys(script.MODELS, time),
+        scores=dict.fromkeys(script.MODELS, scores),
+    )
+    machine = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
+    lines = script.tables(dict(machine=machine, studies={"digits": entry})).splitlines()
+    assert len(lines) == 7
+    numbers = "| 1200 | 1,000 | 2.0 | 0.50 | 2.00 ± 1.41 | 80.0 ± 14.1 |"
+    assert lines[-1] == f"| digits, narrow (width 88) {numbers}"

@@ -266,7 +266,7 @@ def test_the_shares_of_shared_heads():
 
 # ---------------------------------------------------------------- what pages say to type
 
-GUIDES = "classifier diffusion data scale extend analysis convert sampling"
+GUIDES = "classifier diffusion data scale extend analysis convert sampling mlp"
 RUN_PAGES = [
     "README",
     "docs/architecture",
@@ -385,6 +385,8 @@ def stand_ins(trained, tmp_path_factory):
     data = ("--data.root", root / "photos", "--data.img_size", 8)
     for name, *more in (("cls", *three), ("other", *three, "--seed", 1), ("dit",)):
         shutil.copytree(trained(name.replace("other", "cls"), 2, *data, *more), root / name)
+    groups = ("--model.mlp_budget", 0.5, "--model.scope", "sample")
+    shutil.copytree(trained("dit", 2, *data, *groups), root / "groups")
     encode = (
         f"latents --vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4"
     )
@@ -401,6 +403,8 @@ def stand_ins(trained, tmp_path_factory):
         "TEXTS": texts,
         "CLASSES": root / "classes",
         "OTHER_RUN": root / "other",
+        "MLP_RUN": root / "groups",
+        "DENSE_DIT": "dit_small_patch2",
     }
     places |= {
         "PHOTOS/train": photos / "train",

@@ -49,13 +49,7 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
         check_name(section.name, wing)
         return section.name, section.arguments()
     options = section.convert or {}
-    for key in options:
-        if key not in CONVERT_OPTIONS:
-            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_OPTIONS)}")
-    if section.head_budget is not None and "head_budget" in options:
-        raise ValueError(
-            "model.head_budget and model.convert.head_budget are the same thing: give one"
-        )
+    check_options(section, options)
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
         _, metadata = read_safetensors(saved, lambda name: False)
@@ -80,10 +74,11 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
             f"model.convert: model.pretrained {section.pretrained} has routed heads already; leave it out"
         )
     if routed:
-        # A number in model.head_budget keeps the shape of the source's budget.
-        shape = shape_of(arguments.get("head_budget"))
-        if shape:
-            arguments.setdefault("head_budget_shape", shape)
+        # A number in model.head_budget or model.mlp_budget keeps the shape of the source's budget.
+        for key in ("head_budget", "mlp_budget"):
+            shape = shape_of(arguments.get(key))
+            if shape:
+                arguments.setdefault(f"{key}_shape", shape)
         return name, {**arguments, **section.arguments()}
     arguments = {key: value for key, value in arguments.items() if key != "head_budget"}
     if section.convert is None and section.head_budget is None:
@@ -91,7 +86,19 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
     else:
         arguments["router"] = "moh"
         arguments["head_budget_shape"] = "uniform"  # as `convert` spreads a share
+    if section.mlp_budget is not None or options.get("mlp_budget") is not None:
+        arguments["mlp_budget_shape"] = "uniform"
     return name, {**arguments, **section.arguments()}
+
+
+def check_options(section, options: dict) -> None:
+    """Raise ValueError for options of model.convert that `convert` does not have, or that the section says too."""
+    for key in options:
+        if key not in CONVERT_OPTIONS:
+            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_OPTIONS)}")
+    for key in ("head_budget", "mlp_budget"):
+        if getattr(section, key) is not None and key in options:
+            raise ValueError(f"model.{key} and model.convert.{key} are the same thing: give one")
 
 
 def load_source(

@@ -18,7 +18,9 @@ from moh_vision.classification import validate
 from moh_vision.common.io import write_tensors
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
-from moh_vision.models.pretrained import is_dense
+from moh_vision.diffusion.config import DitConfig
+from moh_vision.engine.command_line import parse_config
+from moh_vision.models.pretrained import described, is_dense
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
 from tests.support.official_dit import diffusers_dit
@@ -276,6 +278,26 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
     assert "0 has routed heads already; leave it out" in refused(capsys, main, *argv.split())
 
 
+ASKED = {
+    "model.mlp_budget": "--model.mlp_budget 0.5 --model.convert.scope sample",
+    "model.convert": "--model.convert.mlp_budget 0.5 --model.convert.scope sample",
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_share_of_groups_is_the_same_in_every_converted_layer(asked):
+    """As `convert` spreads it; a new DiT has a ramp."""
+    options = f"{RUN} --model.pretrained dit_small_patch2 {ASKED[asked]} --output none"
+    config = parse_config(DitConfig, options.split(), "test")
+    name, arguments = described(config, "diffusion")
+    with torch.device("meta"):
+        converted = create(name, "diffusion", **arguments)
+        new = create(name, "diffusion", mlp_budget=0.5, scope="sample")
+    active = {layer["active"] for layer in moh_vision.head_budget(converted)["mlp"]["layers"]}
+    assert active == {4}
+    assert len({layer["active"] for layer in moh_vision.head_budget(new)["mlp"]["layers"]}) > 1
+
+
 @pytest.mark.parametrize(
     "main, argv, words",
     [
@@ -291,6 +313,7 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
         (train_cls, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* timm.models.save_for_hf"),
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
         (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
+        (train_dit, "--model.pretrained {vit} --model.mlp_budget 1 --model.convert.mlp_budget 1", "model.mlp_budget and .* are the same thing: give one"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
         (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
         (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
