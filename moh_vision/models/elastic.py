@@ -54,9 +54,13 @@ class ElasticBudget:
                 raise ValueError(f"both ends run equally many {parts}; take them further apart")
         except BudgetError as error:
             reason = error.reason
+            parts = "heads"
+            if error.argument == "mlp_budget":
+                reason = f"{error.argument} {reason}"
+                parts = "groups"
             # The error's own advice is for a single share, and does not fit the ends of a range.
             if error.advice:
-                reason += "; model.head_budget says how many heads are shared: give the smallest share there"
+                reason += f"; model.{error.argument} says how many {parts} are shared: give the smallest share there"
             raise ValueError(f"budget_range {list(ends)}: {reason}") from None
         except ValueError as error:
             raise ValueError(f"budget_range {list(ends)}: {error}") from None
