@@ -63,7 +63,27 @@ class ModelBudgets(NamedTuple):
     @property
     def share(self) -> float:
         """Active heads over all heads; of groups in a model that runs all its heads."""
-        return sum(b.active for b in self.chosen) / sum(b.heads for b in self.chosen)
+        return active_share(self.chosen)
+
+    @property
+    def parts(self) -> str:
+        """Say which parts another share changes."""
+        if not self.groups:
+            return "heads"
+        if self.chosen is self.groups:
+            return "groups of MLPs"
+        return "heads and groups of MLPs"
+
+    def __str__(self) -> str:
+        texts = [f"{100 * active_share(self.heads):.1f} % of the heads"]
+        if self.groups:
+            texts.append(f"{100 * active_share(self.groups):.1f} % of the MLPs' groups")
+        return " and ".join(texts)
+
+
+def active_share(budgets: Sequence[HeadBudget]) -> float:
+    """Return active heads over all heads of layers."""
+    return sum(b.active for b in budgets) / sum(b.heads for b in budgets)
 
 
 def model_budgets(model: nn.Module) -> ModelBudgets:
@@ -158,18 +178,26 @@ def new_router(layer: RoutedLayer, budget: HeadBudget) -> nn.Module:
 
 
 def single_routed(model: nn.Module) -> str | None:
-    """Return a warning about layers with one routed head, whose renormalised weight is constant; None if there are none.
+    """Return a warning about layers with one routed head, or MLPs with one routed group; None if there are none.
 
-    This concerns only MoH's released gates: the paper's gates are not renormalised, and MoA detaches the divisor.
+    The renormalised weight of a single choice is constant. This concerns only MoH's released gates: the paper's gates are
+    not renormalised, and MoA detaches the divisor.
     """
-    single = [
-        index
-        for index, layer in enumerate(attention_layers(model))
-        if layer.budget.routed == 1 and getattr(layer.router, "released", False)
-    ]
-    if not single:
+    found = []
+    for words, layers in (
+        ("head in layers", attention_layers(model)),
+        ("group in MLPs", mlp_layers(model)),
+    ):
+        single = [
+            index
+            for index, layer in enumerate(layers)
+            if layer.budget.routed == 1 and getattr(layer.router, "released", False)
+        ]
+        if single:
+            found.append(f"one routed {words} {single}")
+    if not found:
         return None
-    return f"one routed head in layers {single}: only the balance loss trains those routers"
+    return f"{' and '.join(found)}: only the balance loss trains those routers"
 
 
 @contextmanager
@@ -227,11 +255,14 @@ def routed_layers(model: nn.Module) -> list[dict]:
     """Return the budget of every routed layer, attention and MLPs, in the order of their statistics.
 
     Returns:
-        Rows as the layers of `head_budget`.
+        Rows as the layers of `head_budget`, with `parts`: "heads" or "groups".
     """
     budget = head_budget(model)
-    rows = budget["layers"] + budget.get("mlp", {}).get("layers", [])
-    by_name = {row["name"]: row for row in rows}
+    by_name = {}
+    for row in budget["layers"]:
+        by_name[row["name"]] = dict(row, parts="heads")
+    for row in budget.get("mlp", {}).get("layers", []):
+        by_name[row["name"]] = dict(row, parts="groups")
     return [by_name[name] for name, _ in model.named_modules() if name in by_name]
 
 

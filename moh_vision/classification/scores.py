@@ -36,8 +36,9 @@ def validate(
         progress: wraps an iterable of batches in a progress bar with a title.
 
     Returns:
-        scores: those of `evaluate`, and more; active_heads: for each layer, the mean number of heads that run for a
-            token.
+        scores: those of `evaluate`, and more; active_heads: for each attention layer, the mean number of heads that run for
+            a token; active_share: these over all heads. A model with routed MLPs has active_groups and
+            active_groups_share too.
         load: head load by class.
         predictions: float64 [n, 5], a row for each readable image in order: index in the source, class (the likeliest
             one if several are right), predicted class, and the probabilities of these two classes.
@@ -69,20 +70,31 @@ def validate(
         scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
     rate = scores["images"] / max(time.monotonic() - since, 1e-9)
     load.reduce(total)
-    active = load.active()
     scores.update(
         images_per_s=round(rate, 1),
         peak_memory_mib=round(peak_memory_mib()),
         unreadable=int(total(torch.tensor(len(unreadable.seen)))),
-        active_heads=[round(heads, 3) for heads in active],
-        active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
     )
+    active, share = mean_active(load, "heads")
+    scores.update(active_heads=active, active_share=share)
+    if load.layers_of("groups"):
+        active, share = mean_active(load, "groups")
+        scores.update(active_groups=active, active_groups_share=share)
     readable = [i for indices in slices for i in indices if i not in unreadable.seen]
     indices = torch.tensor(readable).double()[:, None]  # [n, 1]
     empty = torch.empty(0, 4).double()  # a process may have no images
     rows = torch.cat([indices, torch.cat([empty, *predicted])], 1)
     predictions = torch.cat(gather_object([rows]))  # [n, 5]
     return scores, load, predictions[predictions[:, 0].argsort()]
+
+
+def mean_active(load: HeadLoad, parts: str) -> tuple[list[float], float]:
+    """Return how many "heads" or "groups" a token runs in each layer that has them, and their share of all."""
+    layers = load.layers_of(parts)
+    mean = load.active()
+    active = [mean[layer] for layer in layers]
+    share = sum(active) / sum(load.layers[layer]["heads"] for layer in layers)
+    return [round(number, 3) for number in active], round(share, 4)
 
 
 def confusion_of(predictions: Tensor) -> Tensor:

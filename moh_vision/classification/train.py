@@ -333,7 +333,8 @@ class Evaluation:
         loop.log.say(
             "\n".join(f"with a share of {share}: {summary(by_share[share])}" for share in by_share)
         )
-        kept = [name for name in (*SCORES, "active_share") if name in scores]
+        shares = ("active_share", "active_groups_share")
+        kept = [name for name in (*SCORES, *shares) if name in scores]
         table = {
             share: {name: share_scores[name] for name in kept}
             for share, share_scores in by_share.items()

@@ -5,6 +5,7 @@ with the model as --model.*. Installed: python -m moh_vision.classification.vali
 """
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -85,11 +86,19 @@ def report(config: ValidateConfig, accelerator) -> None:
     if config.labels and len(val) < len(val.source):
         unlabelled = len(val.source) - len(val)
         say(f"{unlabelled} images of {len(val.source)} have no label and are left out")
-    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
-    say(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
+    say(f"active heads per layer: {active_text(scores['active_heads'], scores['active_share'])}")
+    if "active_groups" in scores:
+        groups = active_text(scores["active_groups"], scores["active_groups_share"])
+        say(f"active groups per MLP: {groups}")
     say(class_table(class_accuracy(confusion_of(predictions), val.classes)))
     for line in files:
         say(line)
+
+
+def active_text(active: Sequence[float], share: float) -> str:
+    """Write the mean number of active heads, or groups, of each layer, and their share of all."""
+    numbers = ", ".join(f"{number:g}" for number in active)
+    return f"{numbers} ({100 * share:.1f} % of all)"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Score and latency of trained models over the share of active heads.
+"""Score and latency of trained models over the share of active heads, and of groups where MLPs are routed.
 
 python -m moh_vision budget-curve RUN [RUN ...] --output curve.png
 
@@ -124,6 +124,7 @@ def measure(
             batch_size=size,
             scope=first.scope,
             executor=first.executor,
+            parts=model_budgets(run.model).parts,
             share=model_budgets(run.model).share,
             shares=list(by_share),
             layers=[pairs(budgets.heads) for budgets in by_share.values()],
@@ -131,7 +132,7 @@ def measure(
             scores=[],
             milliseconds=[[] for _ in by_share],
         )
-        for (share, chosen), times in zip(by_share.items(), line["milliseconds"]):
+        for chosen, times in zip(by_share.values(), line["milliseconds"]):
             with running(run.model, chosen):
                 scores = run.scores()
             line["scores"].append(plain_values(scores))
@@ -139,15 +140,13 @@ def measure(
             for key in DRAWN:
                 if scores.get(key) is not None:
                     texts.append(f"{COLUMNS[key].title} {scores[key]:.4g}")
-            say(f"{name}: {100 * share:5.1f} % of the heads, {', '.join(texts)}")
+            say(f"{name}: {chosen}, {', '.join(texts)}")
             timed.append(Timed(times, run.model, chosen, forward))
         lines.append(line)
     take_turns(timed)
-    for line in lines:
-        for share, (low, middle, high) in zip(line["shares"], line["milliseconds"]):
-            say(
-                f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch"
-            )
+    for line, by_share in zip(lines, budgets):
+        for chosen, (low, middle, high) in zip(by_share.values(), line["milliseconds"]):
+            say(f"{line['run']}: {chosen}, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch")
     return lines
 
 
@@ -194,6 +193,8 @@ def draw(lines: Sequence[dict]):
         low, middle, high = zip(*line["milliseconds"])
         look = dict(color=f"C{number}", marker="o")
         label = f"{Path(line['run']).name}, {line['scope']} scope"
+        if line["parts"] != "heads":
+            label += f", {line['parts']}"
         if line["shares"] == [1.0]:
             label = f"{Path(line['run']).name}, all heads"
         above.plot(percents, values, markersize=4, label=label, **look)
@@ -206,7 +207,10 @@ def draw(lines: Sequence[dict]):
     above.legend(fontsize=8)
     below.set_ylabel(f"forward pass, ms per batch of {lines[0]['batch_size']}")
     below.set_ylim(bottom=0)
-    below.set_xlabel("active heads, % (ring: as saved)")
+    parts = "heads"
+    if any(line["parts"] != "heads" for line in lines):
+        parts = "heads or groups of MLPs"
+    below.set_xlabel(f"active {parts}, % (ring: as saved)")
     for axes in (above, below):
         axes.grid(alpha=0.3)
     return figure
@@ -219,7 +223,7 @@ def options(add) -> None:
         "--shares",
         nargs="+",
         metavar="S",
-        help=f"share of active heads, or uniform:S (those allowed of {known})",
+        help=f"share of active heads, and of the groups of routed MLPs, or uniform:S (those allowed of {known})",
     )
 
 
@@ -250,7 +254,7 @@ def figure(options) -> Drawn:
         opened.append(
             open_run(run, options=given, split="val", scores=True, command="budget-curve")
         )
-        refuse_budget(opened[-1], "--shares")
+        refuse_budget(opened[-1], "--shares", ("head_budget", "mlp_budget"))
     data = {one.config.data.root for one in opened if one.kind != "diffusion"}
     if len(data) > 1:
         raise ValueError(

@@ -5,6 +5,8 @@
 --kind map: every head of every layer, a row per group (class, timestep, text or task).
 bars: one layer, a few groups (MoH, figures 3, A and B). curves: each layer's routed heads
 sorted by load (MoA, figures 3 and 4).
+
+A routed MLP is a layer after its block's attention; its groups are drawn like heads.
 """
 
 import math
@@ -21,7 +23,7 @@ from torch import Tensor
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, plt
 from moh_vision.common.errors import closest, nearest
-from moh_vision.models.head_load import FILE, HeadLoad
+from moh_vision.models.head_load import FILE, PARTS, HeadLoad
 
 SHOWN = 3  # panels of bars, unless --groups names groups
 NAME = 0.15  # inches that a head's number or a group's name takes
@@ -159,7 +161,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         cell[:, : always - start] = -1  # below the colour scale: drawn in ALWAYS
         cells.append(cell)
     grid = np.hstack(cells)[:, :-1]
-    titles = short_names([budget["name"] for budget in shown], layers)
+    titles = layer_names(load, layers)
     wordy = max(map(len, titles)) > 3
     width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
@@ -174,10 +176,11 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     shown_names = [shortened(name) for name in names[::nth]]
     axes.set_yticks(range(0, len(names), nth), shown_names, fontsize=8)
     axes.set_xticks([])
-    axes.set_xlabel("routed heads of each layer; those that are always on are left out")
+    parts = parts_of(load, layers)
+    axes.set_xlabel(f"routed {parts} of each layer; those that are always on are left out")
     if numbered:
         axes.set_xticks(np.flatnonzero(~np.isnan(grid[0])), heads, fontsize=7)
-        axes.set_xlabel("head (grey: runs for every token; s: shared)")
+        axes.set_xlabel(f"{parts} (grey: run for every token; s: shared)")
     widths = np.array([cell.shape[1] for cell in cells])
     above = axes.secondary_xaxis("top")
     above.set_frame_on(False)
@@ -216,7 +219,7 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
     nth = math.ceil(0.25 * heads / (width - 1.5))  # a number needs 0.25 inches
     axes.set_xticks(range(0, heads, nth))
     grey = " (grey: shared, always on)" if shared else ""
-    axes.set_xlabel(f"head{grey}, dashed: equal loads")
+    axes.set_xlabel(f"{parts_of(load, [layer])}{grey}, dashed: equal loads")
     figure.suptitle(title_of(load, width, f"layer {layer} ({budget['name']})"), fontsize=10)
     return Drawn(figure, dict(by=by, layer=budget, percent_of_tokens=percents))
 
@@ -234,7 +237,7 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         raise ValueError(
             "no layer chose among heads for these groups, so there are no loads to compare"
         )
-    names = short_names([load.layers[layer]["name"] for layer in curves], list(curves))
+    names = layer_names(load, list(curves))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(curves)))
     lines = []
     loads = {}
@@ -249,7 +252,9 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         equal = [100 / heads]
         lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
     figure = draw_lines(
-        lines, "routed heads of a layer, from the most loaded one", "% of the layer's choices"
+        lines,
+        f"routed {parts_of(load, list(curves))} of a layer, from the most loaded one",
+        "% of the layer's choices",
     )
     (axes,) = figure.axes
     axes.set_ylim(bottom=0)
@@ -293,6 +298,18 @@ def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
     ]
 
 
+def layer_names(load: HeadLoad, layers: Sequence[int]) -> list[str]:
+    """Return the short names of some layers, which tell them apart from all layers that were counted."""
+    names = short_names([layer["name"] for layer in load.layers], range(len(load.layers)))
+    return [names[layer] for layer in layers]
+
+
+def parts_of(load: HeadLoad, layers: Sequence[int]) -> str:
+    """Say what these layers choose: "heads", "MLPs' groups" or both."""
+    found = {load.layers[layer]["parts"] for layer in layers}
+    return " or ".join(words for parts, words in PARTS.items() if parts in found)
+
+
 def shortened(name: str, most: int = 24) -> str:
     if len(name) <= most:
         return name
@@ -301,9 +318,14 @@ def shortened(name: str, most: int = 24) -> str:
 
 def title_of(load: HeadLoad, width: float, more: str = "") -> str:
     """Return a title that says what was counted, wrapped for a figure of `width` inches."""
-    active = sum(layer["shared"] + layer["routed"] for layer in load.layers)
-    share = 100 * active / sum(layer["heads"] for layer in load.layers)
-    texts = [load.of.get("run"), f"{share:.3g} % of the heads"]
+    shares = []
+    for parts, words in PARTS.items():
+        layers = [load.layers[index] for index in load.layers_of(parts)]
+        if layers:
+            active = sum(layer["shared"] + layer["routed"] for layer in layers)
+            share = 100 * active / sum(layer["heads"] for layer in layers)
+            shares.append(f"{share:.3g} % of the {words}")
+    texts = [load.of.get("run"), " and ".join(shares)]
     texts += [load.of.get(key) for key in ("model", "data", "split")]
     texts.append(more)
     title = ", ".join(str(text) for text in texts if text)

@@ -123,7 +123,7 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
     """Describe the models of runs; runs that differ only in the seed have one description.
 
     Returns:
-        A list of (names of the runs, heads of each layer, description), and a line for each run without weights.
+        A list of (names of the runs, `head_budget` of the model, description), and a line for each run without weights.
     """
     alike: dict[str, Named] = {}
     for name, run in runs.items():
@@ -138,7 +138,7 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
                 missing.append(message_of(error))
                 continue
             text = describe(full_name(run.model, run.arguments()), model, *inputs, **named)
-            models.append((list(group), head_budget(model)["layers"], text))
+            models.append((list(group), head_budget(model), text))
             break
     return models, missing
 
@@ -190,10 +190,16 @@ def heads(runs: Named, models: list[tuple]) -> Section:
     loads = []
     dense = []
     missing = []
-    for names, layers, _ in models:
-        if any(layer["active"] < layer["heads"] for layer in layers):
-            budgets.append(figures.draw_budget(layers, f"{', '.join(names)}: heads of each layer"))
-        else:
+    for names, budget, _ in models:
+        layers = budget["layers"]
+        mlps = budget.get("mlp", {}).get("layers", [])
+        name = ", ".join(names)
+        if leave_out(layers):
+            budgets.append(figures.draw_budget(layers, f"{name}: heads of each layer"))
+        if leave_out(mlps):
+            caption = f"{name}: groups of each MLP"
+            budgets.append(figures.draw_budget(mlps, caption, "groups"))
+        if not leave_out([*layers, *mlps]):
             dense += names
     for name, run in runs.items():
         file = run.folder / FILE
@@ -203,12 +209,20 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             load = HeadLoad.read(file)
             if load.choosing():
                 for by in load.groups:
-                    caption = f"{name}: share of tokens that run each head, by {by}"
+                    part = "head"
+                    if load.layers_of("groups"):
+                        part = "head and group of an MLP"
+                    caption = f"{name}: share of tokens that run each {part}, by {by}"
                     loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
         elif not every_head_runs:
             maker = "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
             missing.append(f"{name} has no {FILE}: {maker} RUN/{FILE}")
     return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
+
+
+def leave_out(layers: Sequence[dict]) -> bool:
+    """Return whether one of these layers does not run all its heads or groups."""
+    return any(layer["active"] < layer["heads"] for layer in layers)
 
 
 def samples(runs: Named) -> Section:

@@ -61,8 +61,14 @@ def draw_curves(
     return inline_svg(figure)
 
 
-def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
-    """Draw how many heads of each layer are shared, routed and not run, for the "layers" of a `head_budget`."""
+def draw_budget(layers: Sequence[dict], caption: str, parts: str = "heads") -> Picture:
+    """Draw how many heads of each layer are shared, routed and not run.
+
+    Args:
+        layers: the "layers" of a `head_budget`, or those of its "mlp".
+        caption: stands under the picture.
+        parts: "heads", or "groups" of MLPs.
+    """
     names = short_names([layer["name"] for layer in layers], range(len(layers)))
     wordy = max(map(len, names)) > 3
     width = min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5)
@@ -83,7 +89,7 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
     if wordy:
         plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.set_xlabel("layer", fontsize=9)
-    axes.set_ylabel("heads that a token runs", fontsize=9)
+    axes.set_ylabel(f"{parts} that a token runs", fontsize=9)
     axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.tick_params(axis="y", labelsize=8)
     for side in ("top", "right"):

@@ -6,7 +6,8 @@ RUN comes first: a run of a classifier, diffusion or causal language model (dens
 the strongest heads shared), or a classifier's weights with --model.NAME. Options of validate.py are
 taken too, such as --data.root. budget.yaml has one [shared, routed] per layer:
 --model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training
-split compare it with the uniform budget and the papers' ramp of equally many heads.
+split compare it with the uniform budget and the papers' ramp of equally many heads. Only heads are
+searched: the groups of routed MLPs run as in the run.
 """
 
 import math
@@ -19,7 +20,7 @@ from torch import nn
 
 from moh_vision.attention import HeadBudget, attention_layers, model_budgets, running
 from moh_vision.attention.budget import spread
-from moh_vision.attention.model_heads import head_groups
+from moh_vision.attention.model_heads import active_share, head_groups
 from moh_vision.common.io import write_whole
 from moh_vision.common.progress import Progress, say
 from moh_vision.engine.opened import Opened
@@ -159,11 +160,19 @@ def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     return [replace(b, routed=b.candidates) for b in model_budgets(model).heads]
 
 
-def refuse_budget(opened: Opened, option: str) -> None:
-    """Raise ValueError if the options give a head budget of their own, where `option` says how many heads run."""
-    for key in ("model.head_budget", "head_budget"):
-        if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
-            raise ValueError(f"{key} has no effect: {option} says how many heads run")
+def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_budget",)) -> None:
+    """Raise ValueError if the options give a budget of their own, where `option` says how many heads run.
+
+    Args:
+        opened: of a command.
+        option: of the command.
+        budgets: the keys of what it sets; "mlp_budget" if it sets the groups of routed MLPs too.
+    """
+    for budget in budgets:
+        for key in (f"model.{budget}", budget):
+            if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
+                parts = "heads" if budget == "head_budget" else "groups"
+                raise ValueError(f"{key} has no effect: {option} says how many {parts} run")
 
 
 def say_table(compared: dict[str, dict], elsewhere: dict[str, dict], heads: int, unit: str) -> None:
@@ -219,6 +228,8 @@ def work(options) -> None:
     full = all_heads_of(model)
     measurements = 1 + sum(budget.candidates - 1 for budget in full if budget.candidates)
     say(f"{weights}: {opened.loss_name} of {options.images} {unit}, about {measurements} times")
+    if groups := model_budgets(model).groups:
+        say(f"groups of MLPs stay: {100 * active_share(groups):.1f} % of them run")
     say("layer  loss above that of all heads, by the heads that run")
 
     def show(number: int, losses: Losses) -> None:

@@ -1,4 +1,4 @@
-"""Print runs as the papers print theirs: scores, parameters, MACs, active heads.
+"""Print runs as the papers print theirs: scores, parameters, MACs, active heads, and groups of routed MLPs.
 
 python -m moh_vision table RUN RUN ...
 
@@ -41,7 +41,12 @@ PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_tex
 # vocabularies, 61 M is another model.
 TOLERANCE = 0.1
 IMAGENET_CLASSES = 1000
-SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
+SIZES = {
+    "parameters": "parameters, M",
+    "macs": "MACs, M",
+    "active": "active heads, %",
+    "groups": "active groups, %",
+}
 # A run that sets one of these arguments has another model than the paper's model of the same name.
 ANOTHER_MODEL = {
     "attention",
@@ -58,7 +63,7 @@ ANOTHER_MODEL = {
 INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
 INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
 MACS = (
-    "MACs: one forward of {}, active heads alone (ideal in --dry-run), with attention scores; the papers leave these out "
+    "MACs: one forward of {}, active {} alone (ideal in --dry-run), with attention scores; the papers leave these out "
     "or count them twice (docs/reference/models.md)."
 )
 
@@ -69,6 +74,7 @@ class Sizes(NamedTuple):
     parameters: float | None  # in millions
     macs: float | None  # in millions
     active: float | None  # in percent of the heads
+    groups: float | None  # in percent of the groups of the MLPs; None: these are dense
     classes: int | None  # None: the model has no classes
 
 
@@ -119,19 +125,24 @@ def _alike(row: dict[str, str], sizes: Sizes) -> bool:
 
 
 def sizes_of(run: ScoredRun) -> Sizes:
-    """Return the sizes of a run's model, with the MACs of active heads alone; all None if the run has no weights."""
+    """Return the sizes of a run's model, with the MACs of active heads and groups alone; all None if the run has no weights."""
     try:
         model, inputs, named = run.forward()
     except FileNotFoundError:
-        return Sizes(None, None, None, None)
+        return Sizes(None, None, None, None, None)
     macs = count_macs(model, *inputs, **named)
     classes = getattr(model, "num_classes", None)
     if classes is None:
         classes = getattr(model.config, "num_classes", None)
+    budget = head_budget(model)
+    groups = None
+    if "mlp" in budget:
+        groups = 100 * budget["mlp"]["share"]
     return Sizes(
         parameters=count_parameters(model) / 1e6,
         macs=(macs.linears + macs.scores) / 1e6,
-        active=100 * head_budget(model)["share"],
+        active=100 * budget["share"],
+        groups=groups,
         classes=classes,
     )
 
@@ -142,9 +153,10 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
     columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
     rows = []
-    notes = [MACS.format(INPUTS.get(runs[0].task, "a block of text"))]
+    notes = []
     if len(groups) < len(runs):
-        notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
+        notes.append("Mean ± standard deviation over runs that differ in nothing but the seed.")
+    macs_note = len(notes)
     # `grouped` puts the groups of one model one after another; the papers' rows follow them.
     for _, groups_of_model in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
@@ -171,6 +183,13 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]
             rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
     titles = ["model", "runs", "steps", *SIZES.values(), *(columns[key].title for key in shown)]
+    parts = "heads and groups"
+    column = titles.index(SIZES["groups"])
+    if all(row[column] == "-" for row in rows):  # every MLP is dense
+        parts = "heads"
+        for cells in (titles, *rows):
+            del cells[column]
+    notes.insert(macs_note, MACS.format(INPUTS.get(runs[0].task, "a block of text"), parts))
     return Table(titles, rows, notes)
 
 

@@ -15,6 +15,7 @@ from moh_vision.attention import (
     HeadMixtureAttention,
     Routing,
     attention_layers,
+    mlp_layers,
 )
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
 
@@ -78,7 +79,7 @@ class Macs(NamedTuple):
 
     @property
     def other(self) -> int:
-        """MACs of all but our attention."""
+        """MACs of all but our attention and routed MLPs."""
         return sum(module.ideal for module in self.modules if not module.part)
 
 
@@ -153,23 +154,27 @@ def without_memory(model: nn.Module) -> nn.Module:
 def least_activations(model: nn.Module, *inputs: Tensor) -> int:
     """Return a lower bound of the number of elements that a forward keeps for backward.
 
-    It counts the inputs of attention layers, the queries, keys, values and outputs of their active heads, and the
-    inputs of norms, GELUs and linear layers elsewhere. What else attention keeps depends on the executor.
+    It counts the inputs of attention layers, the queries, keys, values and outputs of their active heads, the inputs of
+    routed MLPs, the hidden channels of their active groups before and after the activation, and the inputs of norms, GELUs
+    and linear layers elsewhere. What else routed layers keep depends on the executor.
 
     Args:
         model: on any device; unchanged.
         inputs: arguments of its forward, batch 1; only their shapes matter.
     """
     shadow = without_memory(model).eval()
-    layers = attention_layers(shadow)
-    in_attention = {module for layer in layers for module in layer.modules()}
+    # For each token: an attention layer's input, and a query, key, value and output of every active head.
+    width_of: dict[nn.Module, int] = {}
+    for layer in attention_layers(shadow):
+        width_of[layer] = layer.dim + 4 * layer.budget.active * layer.head_dim
+    for mlp in mlp_layers(shadow):
+        width_of[mlp] = mlp.dim + 2 * mlp.budget.active * mlp.head_dim
+    in_routed = {module for layer in width_of for module in layer.modules()}
     kept: list[int] = []  # numbers of elements
     for module in shadow.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.GELU)) and module not in in_attention:
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.GELU)) and module not in in_routed:
             module.register_forward_pre_hook(lambda _, args: kept.append(args[0].numel()))
-    for layer in layers:
-        # For each token: the layer's input, and a query, key, value and output of every active head.
-        width = layer.dim + 4 * layer.budget.active * layer.head_dim
+    for layer, width in width_of.items():
         layer.register_forward_hook(
             lambda _, args, output, width=width: kept.append(output[0][..., 0].numel() * width)
         )

@@ -70,10 +70,10 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         "",
         "layer  heads  width  shared  routed  active  name",
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
-        *filter(None, [single_routed(model)]),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         *group_table(budget.get("mlp")),
+        *filter(None, [single_routed(model)]),
         f"parameters:   {count_parameters(model):,}",
         "",
         *module_table(count_macs(model, *inputs, **named)),
@@ -94,7 +94,7 @@ def group_table(budget: dict | None) -> list[str]:
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """Return one line: parameters, active heads, layers with one routed head, and MAE's experts."""
+    """Return one line: parameters, active heads and groups, layers with one routed head, and MAE's experts."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mlp = budget.get("mlp")
@@ -130,11 +130,17 @@ def module_table(macs: Macs) -> list[str]:
         times = f"{number} x" if number > 1 else ""
         rows.append((label, times, *shown(*values)))
     rows.append(("total", "", *shown(macs.parameters, macs.dense, macs.ideal)))
+    every = "head"
+    active = "heads"
+    if any(row.part == "groups" for row in macs.modules):
+        every = "head and group"
+        active = "heads and groups"
+    percent = 100 * macs.ideal / macs.dense
     return [
         *aligned(rows),
         "",
-        f"MACs:         {macs.dense:,} dense (every head, no router); {100 * macs.ideal / macs.dense:.1f} % of dense ideal",
-        "ideal:        the active heads and groups alone, and the routers",
+        f"MACs:         {macs.dense:,} dense (every {every}, no router); {percent:.1f} % of dense ideal",
+        f"ideal:        the active {active} alone, and the routers",
     ]
 
 

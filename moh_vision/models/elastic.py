@@ -50,12 +50,17 @@ class ElasticBudget:
             self.smallest, *self.between, self.largest = self.budgets
             set_share(model, self.largest)
             if self.active_share(self.smallest) == self.active_share(self.largest):
-                raise ValueError("both ends run equally many heads; take them further apart")
+                parts = self.budgets[self.largest].parts
+                raise ValueError(f"both ends run equally many {parts}; take them further apart")
         except BudgetError as error:
             reason = error.reason
+            parts = "heads"
+            if error.argument == "mlp_budget":
+                reason = f"{error.argument} {reason}"
+                parts = "groups"
             # The error's own advice is for a single share, and does not fit the ends of a range.
             if error.advice:
-                reason += "; model.head_budget says how many heads are shared: give the smallest share there"
+                reason += f"; model.{error.argument} says how many {parts} are shared: give the smallest share there"
             raise ValueError(f"budget_range {list(ends)}: {reason}") from None
         except ValueError as error:
             raise ValueError(f"budget_range {list(ends)}: {error}") from None
@@ -63,15 +68,16 @@ class ElasticBudget:
     def __str__(self) -> str:
         low = 100 * self.active_share(self.smallest)
         high = 100 * self.active_share(self.largest)
-        parts = "heads"
-        if self.budgets[self.largest].groups:
-            parts = "heads and of the MLPs' groups"
+        parts = self.budgets[self.largest].parts
         return (
             f"elastic: trained at {low:.1f} to {high:.1f} % of the {parts}, saved with {high:.1f} %"
         )
 
     def active_share(self, share: str) -> float:
-        """Return the fraction of heads that are active at a share, after its rounding to whole heads."""
+        """Return the fraction of heads that are active at a share, after its rounding to whole heads.
+
+        In a model that runs all its heads it is the fraction of the MLPs' groups.
+        """
         return round(self.budgets[share].share, 4)
 
     def share_of(self, step: int) -> str:

@@ -61,8 +61,6 @@ def set_head_budget(
         budgets = heads_at(model, spec)
         set_budgets(attention_layers(model), budgets)
         warn_of_rounding(spec, sum(b.active for b in budgets), sum(b.heads for b in budgets))
-        if remark := single_routed(model):
-            log.warning(remark)
         record_budget(model, spec)
     if groups is not None:
         set_budgets(mlp_layers(model), groups)
@@ -71,6 +69,8 @@ def set_head_budget(
         model.mlp_budget_spec = mlp
         model.mlp_budget_shape = shape_of(mlp) or getattr(model, "mlp_budget_shape", None)
         _record(model, getattr(model, "head_budget_shape", None))
+    if remark := single_routed(model):
+        log.warning(remark)
     return model
 
 

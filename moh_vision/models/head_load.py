@@ -19,13 +19,14 @@ from moh_vision.common.io import write_whole
 
 FILE = "head_load.json"  # in the folder of a run
 LAYER = ("name", "heads", "shared", "routed")
+PARTS = {"heads": "heads", "groups": "MLPs' groups"}  # what a layer's "heads" are, and words for it
 
 
 class HeadLoad:
     """Adds up routing statistics of any routed model.
 
     Args:
-        layers: `routed_layers(model)`; in a model without routed MLPs these are the layers of `head_budget(model)`.
+        layers: `routed_layers(model)`, or the layers of `head_budget(model)`, whose `parts` are "heads".
         groups: by what samples are grouped -> names of the groups: dict(class=[...], timestep=[...]).
 
     Attributes:
@@ -35,7 +36,10 @@ class HeadLoad:
     """
 
     def __init__(self, layers: Sequence[dict], groups: dict[str, Sequence[str]]):
-        self.layers = [{key: layer[key] for key in LAYER} for layer in layers]
+        self.layers = []
+        for layer in layers:
+            parts = layer.get("parts", "heads")
+            self.layers.append({**{key: layer[key] for key in LAYER}, "parts": parts})
         self.groups = {by: [str(name) for name in names] for by, names in groups.items()}
         sizes = [len(names) for names in self.groups.values()]
         # First row of each kind of groups in `sums`, and number of columns of each layer.
@@ -82,6 +86,10 @@ class HeadLoad:
         totals = (runs.sum(0) for runs in self.runs())
         return [(total[:-1].sum() / total[-1].clamp_min(1)).item() for total in totals]
 
+    def layers_of(self, parts: str) -> list[int]:
+        """Return the indices of the layers whose parts are "heads" or "groups"."""
+        return [index for index, layer in enumerate(self.layers) if layer["parts"] == parts]
+
     def choosing(self) -> list[int]:
         """Return the indices of layers that leave heads out; in the other layers every head runs."""
         indices = []
@@ -116,6 +124,8 @@ class HeadLoad:
             for layer in load.layers:
                 if not 0 <= layer["shared"] <= layer["shared"] + layer["routed"] <= layer["heads"]:
                     raise ValueError(f"layer {layer}")
+                if layer["parts"] not in PARTS:
+                    raise ValueError(f"layer {layer}: parts are {' or '.join(PARTS)}")
             if not load.groups or not load.layers or not all(load.groups.values()):
                 raise ValueError("nothing was counted")
             for by, entry in tree["by"].items():

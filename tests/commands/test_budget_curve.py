@@ -48,6 +48,40 @@ def test_shares_are_spread_as_the_model_s_own():
             assert [b.shared for b in budgets.heads] == shared
 
 
+MLPS = dict(scope="sample", mlp_budget=0.5)
+# Case -> (budget of the heads, what a share changes, heads and groups at shares of 0.5 and 0.75 in words).
+CHANGED = {
+    "heads and groups": (
+        0.5,
+        "heads and groups of MLPs",
+        ["50.0 % of the heads and 50.0 % of the MLPs' groups"]
+        + ["75.0 % of the heads and 75.0 % of the MLPs' groups"],
+    ),
+    "groups alone": (
+        [(8, 0)] * 3,
+        "groups of MLPs",
+        ["100.0 % of the heads and 50.0 % of the MLPs' groups"]
+        + ["100.0 % of the heads and 75.0 % of the MLPs' groups"],
+    ),
+}
+
+
+@pytest.mark.parametrize("budget, parts, words", CHANGED.values(), ids=CHANGED)
+def test_groups_of_mlps_run_at_the_share_of_the_heads(budget, parts, words):
+    found = budgets_of(vit(budget, **MLPS), ["0.5", "0.75"])
+    assert list(found) == [0.5, 0.75]
+    assert [str(budgets) for budgets in found.values()] == words
+    assert {budgets.parts for budgets in found.values()} == {parts}
+
+
+def test_the_saved_budget_is_named_as_it_is():
+    """At its share of heads the curve has the model as it was saved, with another share of groups."""
+    found = budgets_of(vit(0.5, scope="sample", mlp_budget=0.75), ["0.5"])
+    assert [str(budgets) for budgets in found.values()] == [
+        "50.0 % of the heads and 75.0 % of the MLPs' groups"
+    ]
+
+
 def test_shares_that_the_shared_heads_do_not_allow():
     # 14 of 24 heads are the least that can run: the shared ones, and a routed one in each layer.
     model = vit([(4, 2), (4, 2), (3, 3)])
@@ -146,6 +180,29 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     other.write_text(other.read_text().replace("root: digits", f"root: {tmp_path}/data"))
     error = refused("budget-curve", *runs, other.parent, "--output", tmp_path / "more.svg")
     assert f"scored on {tmp_path}/data and on digits; --data.root says one for all" in error
+
+
+def test_a_classifier_with_routed_mlps(trained, tmp_path, curve, refused):
+    """Scores at a share are those of validate.py with this share of heads and of groups."""
+    groups = [*HEADS, "--model.scope", "sample", "--model.mlp_budget", "0.75"]
+    run = trained("cls", 2, *groups)
+    figure = tmp_path / "curve.svg"
+    dense_mlps = trained("cls", 2, *HEADS, "--model.scope", "sample")
+    lines, said = curve(run, dense_mlps, "--output", figure, "--shares", "0.5")
+    assert [line["parts"] for line in lines] == ["heads and groups of MLPs", "heads"]
+    assert "50.0 % of the heads and 50.0 % of the MLPs' groups, top-1, % " in said
+    assert [sum(map(sum, mlps)) for mlps in lines[0]["mlps"]] == [8, 12]
+    assert "active heads or groups of MLPs, %" in figure.read_text()
+    assert "sample scope, heads and groups of MLPs" in figure.read_text()
+    scores = tmp_path / "scores.json"
+    validate.main(
+        f"--checkpoint {run} --model.head_budget 0.5 --model.mlp_budget 0.5 --score-file {scores}".split()
+    )
+    found = json.loads(scores.read_text())
+    assert found["loss"] == pytest.approx(lines[0]["scores"][0]["loss"], abs=1e-5)
+    argv = ["--output", tmp_path / "new.png", "--model.mlp_budget", "0.5"]
+    error = refused("budget-curve", run, *argv)
+    assert "model.mlp_budget has no effect: --shares says how many groups run" in error
 
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve):

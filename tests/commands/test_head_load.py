@@ -18,19 +18,23 @@ from tests.support.refusals import refuse
 SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3)
 
 
-def layer(name, heads, shared, routed):
-    return dict(name=name, heads=heads, shared=shared, routed=routed)
+def layer(name, heads, shared, routed, parts="heads"):
+    return dict(name=name, heads=heads, shared=shared, routed=routed, parts=parts)
 
 
-def counts_of(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
+def counts_of(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class", mlps=False):
     """Return random counts of a made-up model: every group has 100 tokens, and a token runs shared + routed heads.
 
-    layers: (heads, shared, routed) of each layer. by: what the groups are, such as "class".
+    layers: (heads, shared, routed) of each layer. by: what the groups are, such as "class". mlps: every other layer is a
+    routed MLP.
     """
-    load = HeadLoad(
-        [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)],
-        {by: map(str, range(groups))},
-    )
+    named = [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)]
+    if mlps:
+        named = [
+            layer(f"blocks.{i // 2}.{('attn', 'mlp')[i % 2]}", *sizes, ("heads", "groups")[i % 2])
+            for i, sizes in enumerate(layers)
+        ]
+    load = HeadLoad(named, {by: map(str, range(groups))})
     rng = torch.Generator().manual_seed(seed)
     columns = []
     for heads, shared, routed in layers:
@@ -194,6 +198,41 @@ def test_timesteps_stay_in_order():
     assert draw(counts_of(300), "map").numbers["groups"] != [str(i) for i in range(300)]
 
 
+MLPS = dict(layers=((8, 2, 6), (8, 2, 4), (8, 2, 2), (8, 2, 2)), mlps=True)
+
+
+def test_a_map_tells_groups_of_mlps_from_heads():
+    axes, *_ = draw(counts_of(**MLPS), "map").figure.axes
+    assert axes.get_title() == (
+        "75 % of the heads and 62.5 % of the MLPs' groups, made up, nothing, val"
+    )
+    assert axes.get_xlabel() == "heads or MLPs' groups (grey: run for every token; s: shared)"
+    (above,) = axes.child_axes
+    names = [text.get_text() for text in above.get_xticklabels()]
+    assert names == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+
+
+# Layer -> words below its bars.
+OF_LAYERS = {2: "heads (grey", 3: "MLPs' groups (grey"}
+
+
+@pytest.mark.parametrize("number", OF_LAYERS)
+def test_bars_say_whether_they_are_heads_or_groups(number):
+    figure, numbers, *_ = draw(counts_of(**MLPS), "bars", layer=number)
+    assert figure.axes[-1].get_xlabel().startswith(OF_LAYERS[number])
+    assert numbers["layer"]["name"] in figure.get_suptitle()
+
+
+def test_layers_that_choose_have_the_same_names_as_beside_those_that_do_not():
+    """Here only MLPs leave groups out: they would be numbers if they were named alone."""
+    load = counts_of(layers=((8, 2, 6), (8, 2, 4), (8, 2, 6), (8, 2, 2)), mlps=True)
+    (axes,) = draw(load, "curves").figure.axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend[:2] == ["layer 0 mlp", "layer 1 mlp"]
+    assert axes.get_xlabel() == "routed MLPs' groups of a layer, from the most loaded one"
+    assert axes.get_title().startswith("100 % of the heads and 62.5 % of the MLPs' groups, ")
+
+
 def test_names_of_layers():
     names = [f"encoder.layers.{i}.self_attn" for i in range(2)]
     assert short_names(names, [4, 5]) == ["4", "5"]
@@ -233,6 +272,7 @@ DAMAGES = {
     "no groups": ("by", {}),
     "text for heads": ("layers 0 heads", "8"),
     "null for routed": ("layers 0 routed", None),
+    "unknown parts": ("layers 0 parts", "experts"),
     "a number for of": ("of", 3),
 }
 

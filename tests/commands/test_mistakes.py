@@ -39,7 +39,7 @@ LINES = {
     "patches CLS --image none.png": "none.png: No such file or directory",
     "patches CLS --image CLS/config.yaml": "config.yaml: cannot identify the image format",
     "patches CLS --image IMAGE --layer 0 2": "--layer 2: expected 0 to 1",
-    "patches CLS --image IMAGE --model.depth 3": "brings its model, moh_vit_tiny_patch16_224; allowed is model.head",
+    "patches CLS --image IMAGE --model.depth 3": "brings its model, moh_vit_tiny_patch16_224; allowed are model.head",
     "patches --image IMAGE CLS": "RUN comes before --image",
     "patches x --model.name dit_small_patch2 --image IMAGE": "x is a diffusion model; expected a class",
     "patches no_such --image IMAGE": "no_such: neither a run, a file of weights, nor a registered model",

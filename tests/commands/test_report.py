@@ -129,6 +129,16 @@ def test_runs_of_each_wing(runs, tmp_path, capsys):
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
+def test_groups_of_mlps_have_figures_of_their_own(trained, tmp_path):
+    """The model runs all heads, so only its MLPs have a budget to be drawn."""
+    options = "--model.scope sample --model.mlp_budget 0.5 --model.head_budget 1.0".split()
+    page = page_of(tmp_path, trained("cls", 3, *options))
+    assert "cls: groups of each MLP" in page.text and "groups that a token runs" in page.text
+    assert "cls: heads of each layer" not in page.text
+    assert "cls: share of tokens that run each head and group of an MLP, by class" in page.text
+    assert "100 % of the heads and 50 % of the MLPs' groups" in page.text
+
+
 def test_the_page_says_which_files_are_missing(runs, tmp_path):
     files = "environment.jsonl results.json confusion.json translations.txt head_load.json".split()
     for name in ("cls", "dit", "text"):

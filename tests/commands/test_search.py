@@ -186,6 +186,29 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeyp
     assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
 
 
+# Options of the search -> percent of the groups that run in it.
+SEARCHED_WITH = {
+    "as in the run": ([], 75),
+    "another mlp_budget": (["--model.mlp_budget", "0.5"], 50),
+}
+
+
+@pytest.mark.parametrize("options, percent", SEARCHED_WITH.values(), ids=SEARCHED_WITH)
+def test_heads_are_searched_with_the_groups_of_mlps_as_they_are(
+    trained, tmp_path, run_command, options, percent
+):
+    run = trained("cls", 2, "--model.scope", "sample", "--model.mlp_budget", "0.75")
+    file = tmp_path / "budget.yaml"
+    argv = ["search", run, "--share", "0.75", "--images", "16", "--output", file, *options]
+    out = run_command(*argv).out
+    assert f"groups of MLPs stay: {percent:.1f} % of them run\n" in out
+    pairs = yaml.safe_load(file.read_text())
+    model = moh_vision.load_run(run)
+    assert len(pairs) == len(attention_layers(model))
+    moh_vision.set_head_budget(model, pairs)
+    assert head_budget(model)["share"] == head_budget(model)["mlp"]["share"] == 0.75
+
+
 def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
     trained, tmp_path, run_command, monkeypatch
 ):

@@ -12,6 +12,7 @@ import yaml
 from moh_vision import load_run
 from moh_vision.classification import train as train_cls
 from moh_vision.commands import table
+from moh_vision.commands.runs import read_runs
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.models.create import list_text_presets
@@ -75,6 +76,32 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, run_command, capsys):
     models = [row["model"] for row in cells(out.replace("\\|", "/"))]
     assert models == ["three quarters", "half / 50"]
     assert f"- half | 50: {runs['half']} (seed 0)" in out
+
+
+GROUPS = "--model.scope sample --model.mlp_budget 0.5".split()
+
+
+def test_groups_of_mlps_have_a_column(trained, runs, run_command):
+    routed = trained("cls", 3, *GROUPS)
+    out = run_command("table", routed, runs["cls0"]).out
+    with_groups, dense_mlps = cells(out)
+    assert (with_groups["active heads, %"], with_groups["active groups, %"]) == ("75", "50")
+    assert dense_mlps["active groups, %"] == "-"
+    assert float(with_groups["MACs, M"]) < float(dense_mlps["MACs, M"])
+    assert "an image, active heads and groups alone (" in out
+    out = run_command("table", runs["cls0"]).out
+    assert "group" not in out and "an image, active heads alone (" in out
+
+
+def test_a_model_with_another_mlp_budget_is_not_the_papers(trained, runs, monkeypatch):
+    row = dict(model="moh_vit_tiny_patch16_224", row="ViT", source="A paper", data="digits")
+    monkeypatch.setattr(table, "PAPER_ROWS", [row])
+    # The other arguments of these small runs are not looked at.
+    monkeypatch.setattr(table, "ANOTHER_MODEL", table.ANOTHER_MODEL & {"mlp_budget"})
+    sizes = table.Sizes(parameters=None, macs=None, active=None, groups=None, classes=10)
+    routed, plain = read_runs([trained("cls", 3, *GROUPS), runs["cls0"]])
+    assert table.paper_rows(plain, sizes) == [row]
+    assert table.paper_rows(routed, sizes) == []
 
 
 def test_what_tells_runs_apart(runs, tmp_path, run_command):

@@ -57,6 +57,34 @@ def test_a_share_runs_what_set_head_budget_sets(shape):
         assert active(other) == ran
 
 
+def groups(model):
+    """Return the number of active groups of each routed MLP."""
+    return [layer["active"] for layer in moh_vision.head_budget(model)["mlp"]["layers"]]
+
+
+def test_groups_of_mlps_run_at_the_share_of_the_heads():
+    model = small_model(scope="sample", head_budget=0.5, mlp_budget=0.5)
+    elastic = ElasticBudget(model, (0.5, 1.0), seed=0)
+    assert active(model) == groups(model) == [8, 8, 8]
+    for share, all_heads in {"0.5": 12, "0.75": 18, "1": 24}.items():
+        with elastic.running(model, share):
+            assert sum(active(model)) == sum(groups(model)) == all_heads
+            assert elastic.active_share(share) == all_heads / 24
+    assert groups(model) == [8, 8, 8]
+    said = "elastic: trained at 50.0 to 100.0 % of the heads and groups of MLPs, saved with 100.0 %"
+    assert str(elastic) == said
+
+
+def test_groups_alone_are_elastic_where_all_heads_run():
+    model = small_model(scope="sample", head_budget=[(8, 0)] * 3, mlp_budget=0.5)
+    elastic = ElasticBudget(model, (0.5, 1.0), seed=0)
+    with elastic.running(model, "0.5"):
+        assert sum(groups(model)) == 12 and active(model) == [8, 8, 8]
+    assert "50.0 to 100.0 % of the groups of MLPs" in str(elastic)
+    words = "both ends run equally many groups of MLPs"
+    refuse(words, ElasticBudget, model, (0.99, 1.0), seed=0)
+
+
 # Case -> (arguments of the model, the range, what the error says).
 BAD_RANGES = {
     "falling": (
@@ -72,6 +100,11 @@ BAD_RANGES = {
         dict(head_budget=0.9),
         (0.2, 1.0),
         "the shared heads and one routed head per layer .*: give the smallest share there",
+    ),
+    "below the shared groups": (
+        dict(scope="sample", head_budget=0.5, mlp_budget=0.9),
+        (0.4, 1.0),
+        "mlp_budget 'ramp:0.4': .*; model.mlp_budget says how many groups are shared: give the smallest",
     ),
     "a layer without routed heads": (
         dict(head_budget=[[4, 1], [4, 4], [8, 0]]),
@@ -144,6 +177,29 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     load = HeadLoad.read(whole / "head_load.json")
     assert load.choosing() and sum(layer["routed"] + layer["shared"] for layer in load.layers) == 8
     assert main(["head-load", str(whole), "--output", str(tmp_path / "load.png")]) == 0
+
+
+def test_the_scores_of_a_run_with_routed_mlps_at_its_shares(tmp_path, capsys):
+    routed = ["--model.scope", "sample", "--model.mlp_budget", "0.5"]
+    run = tmp_path / "run"
+    train_cls.main(arguments("cls", run, 4, 4, *ELASTIC, *routed))
+    validation = results(run)
+    for share, scores in validation["by_share"].items():
+        assert scores["active_share"] == scores["active_groups_share"] == float(share)
+    assert len(validation["active_heads"]) == len(validation["active_groups"]) == 2
+    capsys.readouterr()
+    shares = "--model.head_budget 0.5 --model.mlp_budget 0.5"
+    validate.main(f"--checkpoint {run} {shares} --data.workers 0".split())
+    out = capsys.readouterr().out
+    assert f"loss {validation['by_share']['0.5']['loss']:.4f}" in out
+    assert "active heads per layer: 3, 5 (50.0 % of all)\n" in out
+    assert "active groups per MLP: 3, 5 (50.0 % of all)\n" in out
+    table = make_table(read_runs([run]))
+    columns = [table.titles.index(f"active {parts}, %") for parts in ("heads", "groups")]
+    shown = [[row[column] for column in columns] for row in table.rows]
+    assert shown == [["50", "50"], ["75", "75"], ["100", "100"]]
+    macs = [float(row[table.titles.index("MACs, M")]) for row in table.rows]
+    assert macs == sorted(set(macs))
 
 
 def test_an_elastic_run_says_so_and_a_dense_one_names_no_command_that_fails(tmp_path, capsys):

@@ -211,10 +211,21 @@ def test_a_step_that_cannot_fit_in_memory_is_refused(tmp_path, capsys, monkeypat
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", ["moh_vit_tiny_patch16_224", "moh_transnext_small_75"])
-def test_the_estimate_of_kept_activations_is_a_lower_bound(name):
+# Case -> name of a model and its options.
+KEEPING = {
+    "ViT": ("moh_vit_tiny_patch16_224", {}),
+    "routed MLPs": (
+        "moh_vit_tiny_patch16_224",
+        dict(scope="sample", mlp_budget="uniform:0.25", head_budget=0.5, executor="packed"),
+    ),
+    "TransNeXt": ("moh_transnext_small_75", {}),
+}
+
+
+@pytest.mark.parametrize("name, options", KEEPING.values(), ids=KEEPING)
+def test_the_estimate_of_kept_activations_is_a_lower_bound(name, options):
     """The estimate may not exceed what a forward saves for its backward, or runs that fit would be refused."""
-    model = timm.create_model(name, num_classes=3).train()
+    model = timm.create_model(name, num_classes=3, **options).train()
     images = torch.randn(1, 3, 224, 224)
     least = 4 * least_activations(model, images)
     saved = benchmark("attention").saved_bytes(model, images)

@@ -6,8 +6,8 @@ import torch
 import yaml
 
 from moh_vision.commands.table import PAPER_ROWS
-from moh_vision.models.counts import count_macs, count_parameters
-from moh_vision.models.describe import describe, module_table
+from moh_vision.models.counts import count_macs, count_parameters, least_activations
+from moh_vision.models.describe import describe, in_short, module_table
 from tests.support.text_tiny import empty
 
 # Rows on data whose words our presets use: parameters and MACs in millions.
@@ -214,6 +214,80 @@ def test_describe_says_what_the_budget_spares():
     targets = torch.zeros(1, 4, dtype=torch.long)
     text = describe("text", tiny(dict(router="dense")), ids, decoder_input_ids=targets)
     assert "input [1, 3] decoder_input_ids [1, 4]" in text
+
+
+GROUPS = dict(scope="sample", mlp_budget=[(1, 1), (2, 1)], mlp_groups=4)
+
+
+def test_routed_mlps():
+    """Active groups of width 8 in both products, and one choice for all tokens."""
+    n = 5  # 4 patches and a class token
+    c = 8  # width of the model
+    D = 8  # width of a group
+    image = torch.zeros(1, 1, 4, 4)
+    heads = dict(head_budget=[(1, 1), (2, 2)])
+    model = vit(**heads, **GROUPS)
+    macs = count_macs(model, image)
+    dense_mlps = count_macs(vit(**heads, scope="sample"), image)
+    active = (2, 3)
+    routers = (c * (3 + 2), c * (2 + 2 + 2))  # as of heads: candidates, shared ones, gates
+    for block in range(2):
+        rows = {row.part: row for row in macs.modules if row.name == f"blocks.{block}.mlp"}
+        both_products = 2 * c * D
+        assert rows["groups"].dense == n * both_products * 4
+        assert rows["groups"].ideal == n * both_products * active[block]
+        assert rows["groups"].parameters == both_products * 4 + 4 * D + c
+        assert (rows["router"].dense, rows["router"].ideal) == (0, routers[block])
+        assert rows["router"].parameters == routers[block]
+        assert len(rows) == 2
+    assert macs.dense == dense_mlps.dense
+    spared = n * 2 * c * D * (8 - sum(active))
+    assert macs.ideal == dense_mlps.ideal - spared + sum(routers)
+    assert macs.every_head == dense_mlps.every_head + sum(routers)
+    assert macs.scores == dense_mlps.scores
+    assert macs.parameters == count_parameters(model)
+    assert macs.parameters == dense_mlps.parameters + sum(routers)
+
+
+def test_all_groups_are_the_macs_of_the_dense_mlp_and_a_router():
+    image = torch.zeros(1, 1, 4, 4)
+    full = count_macs(vit(scope="sample", mlp_budget=1.0), image)
+    dense_mlps = count_macs(vit(scope="sample"), image)
+    assert full.dense == dense_mlps.dense
+    routers = [row.ideal for row in full.modules if row.name.endswith("mlp") and not row.dense]
+    assert len(routers) == 2 and min(routers) > 0
+    assert full.ideal == dense_mlps.ideal + sum(routers)
+
+
+def test_kept_activations_of_routed_mlps():
+    """The input, and the hidden channels of the active groups before and after the activation."""
+    image = torch.zeros(1, 1, 4, 4)
+    n = 5
+    hidden = 32
+    D = 8
+    heads = dict(head_budget=[(1, 1), (2, 2)])
+    spared = sum(2 * n * (hidden - active * D) for active in (2, 3))
+    dense_mlps = least_activations(vit(**heads, scope="sample"), image)
+    assert least_activations(vit(**heads, **GROUPS), image) == dense_mlps - spared
+
+
+def test_groups_are_shown_beside_heads():
+    image = torch.zeros(1, 1, 4, 4)
+    model = vit(head_budget=[(1, 1), (2, 2)], **GROUPS)
+    text = describe("tiny", model, image)
+    assert "\nactive heads: 6 of 8 (75.0 %)\n" in text
+    table = "layer  groups  width  shared  routed  active  name\n"
+    _, _, below = text.partition(table)
+    assert below.splitlines()[1].split() == ["1", "4", "8", "2", "1", "3", "blocks.1.mlp"]
+    assert "\nactive groups: 5 of 8 (62.5 %)\n" in below
+    assert "one routed head in layers [0] and one routed group in MLPs [0, 1]: only the" in below
+    assert "dense (every head and group, no router)" in below
+    assert "ideal:        the active heads and groups alone" in below
+    line = in_short("tiny", model)
+    assert "6 of 8 heads active (75.0 %), 5 of 8 groups of MLPs (62.5 %); one routed head" in line
+    dense_mlps = vit(head_budget=[(1, 1), (2, 2)])
+    for shown in (describe("tiny", dense_mlps, image), in_short("tiny", dense_mlps)):
+        assert "group" not in shown
 
 
 def test_an_adaptive_vocabulary():

@@ -167,6 +167,15 @@ def test_set_head_budget_sets_groups_alone_heads_alone_or_both():
     assert torch.equal(run(model), before)
 
 
+def test_one_routed_group_is_told(caplog):
+    """Its renormalised weight is constant, as that of one routed head."""
+    model = vit(head_budget=1.0, mlp_budget=[(1, 2), (2, 2), (3, 2)])
+    caplog.clear()
+    moh_vision.set_head_budget(model, mlp=[(1, 1), (2, 2), (3, 2)])
+    told = "one routed group in MLPs [0]: only the balance loss trains those routers"
+    assert caplog.messages == [told]
+
+
 def test_a_wrong_budget_of_groups_leaves_the_heads_as_they_were():
     model = dit(head_budget=0.75, mlp_budget=0.75)
     before = saved_budget(model)

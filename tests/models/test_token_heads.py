@@ -22,6 +22,8 @@ MODELS = {
     "transnext, sample": ("transnext", "moh", dict(scope="sample")),
     "dit": ("dit", "moh", {}),
     "dit, sample": ("dit", "moh", dict(scope="sample")),
+    "vit, routed MLPs": ("vit", "moh", dict(scope="sample", head_budget=0.5, mlp_budget=0.5)),
+    "dit, routed MLPs": ("dit", "moh", dict(scope="sample", mlp_budget=0.5)),
 }
 
 
