@@ -52,9 +52,13 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
     for key in options:
         if key not in CONVERT_OPTIONS:
             raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_OPTIONS)}")
-    if section.head_budget is not None and "head_budget" in options:
+    for key in ("head_budget", "mlp_budget"):
+        if getattr(section, key) is not None and key in options:
+            raise ValueError(f"model.{key} and model.convert.{key} are the same thing: give one")
+    mlp_budget = options.get("mlp_budget", section.mlp_budget)
+    if "mlp_groups" in options and mlp_budget is None:
         raise ValueError(
-            "model.head_budget and model.convert.head_budget are the same thing: give one"
+            f"model.convert.mlp_groups {options['mlp_groups']!r} has no effect without mlp_budget"
         )
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
@@ -77,15 +81,20 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
         ) from None
     if routed and section.convert is not None:
         raise ValueError(
-            f"model.convert: model.pretrained {section.pretrained} has routed heads already; leave it out"
+            f"model.convert: model.pretrained {section.pretrained} has routed heads or groups already; leave it out"
         )
     if routed:
-        # A number in model.head_budget keeps the shape of the source's budget.
-        shape = shape_of(arguments.get("head_budget"))
-        if shape:
-            arguments.setdefault("head_budget_shape", shape)
+        # A number in the configuration keeps the shape of the source's budget.
+        for key in ("head_budget", "mlp_budget"):
+            shape = shape_of(arguments.get(key))
+            if shape:
+                arguments.setdefault(f"{key}_shape", shape)
         return name, {**arguments, **section.arguments()}
+    if mlp_budget is not None and options.get("scope") != "sample":
+        raise ValueError(f"model.mlp_budget {mlp_budget!r} needs model.convert.scope sample")
     arguments = {key: value for key, value in arguments.items() if key != "head_budget"}
+    if mlp_budget is not None:
+        arguments["mlp_budget_shape"] = "uniform"  # as `convert` spreads a share
     if section.convert is None and section.head_budget is None:
         arguments["router"] = "dense"
     else:
@@ -116,14 +125,18 @@ def load_source(
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
-    if config.calibrate_images and is_dense(model):
+    if config.calibrate_images and heads_are_dense(model):
         raise ValueError(f"{asked} needs a model that routes its heads: model.convert")
 
 
 def is_dense(model: nn.Module) -> bool:
     """Return whether every layer always runs all its heads, and no MLP has groups."""
-    all_heads = all(layer.router.all_heads for layer in attention_layers(model))
-    return all_heads and not mlp_layers(model)
+    return heads_are_dense(model) and not mlp_layers(model)
+
+
+def heads_are_dense(model: nn.Module) -> bool:
+    """Return whether every layer always runs all its heads."""
+    return all(layer.router.all_heads for layer in attention_layers(model))
 
 
 def of_source(source: str, wing: str) -> tuple[str, dict, dict]:
