@@ -49,17 +49,7 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
         check_name(section.name, wing)
         return section.name, section.arguments()
     options = section.convert or {}
-    for key in options:
-        if key not in CONVERT_OPTIONS:
-            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_OPTIONS)}")
-    for key in ("head_budget", "mlp_budget"):
-        if getattr(section, key) is not None and key in options:
-            raise ValueError(f"model.{key} and model.convert.{key} are the same thing: give one")
-    mlp_budget = options.get("mlp_budget", section.mlp_budget)
-    if "mlp_groups" in options and mlp_budget is None:
-        raise ValueError(
-            f"model.convert.mlp_groups {options['mlp_groups']!r} has no effect without mlp_budget"
-        )
+    check_options(section, options)
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
         _, metadata = read_safetensors(saved, lambda name: False)
@@ -84,23 +74,44 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
             f"model.convert: model.pretrained {section.pretrained} has routed heads or groups already; leave it out"
         )
     if routed:
-        # A number in the configuration keeps the shape of the source's budget.
+        # A number in model.head_budget or model.mlp_budget keeps the shape of the source's budget.
         for key in ("head_budget", "mlp_budget"):
             shape = shape_of(arguments.get(key))
             if shape:
                 arguments.setdefault(f"{key}_shape", shape)
         return name, {**arguments, **section.arguments()}
-    if mlp_budget is not None and options.get("scope") != "sample":
-        raise ValueError(f"model.mlp_budget {mlp_budget!r} needs model.convert.scope sample")
+    check_groups(section, options)
     arguments = {key: value for key, value in arguments.items() if key != "head_budget"}
-    if mlp_budget is not None:
-        arguments["mlp_budget_shape"] = "uniform"  # as `convert` spreads a share
     if section.convert is None and section.head_budget is None:
         arguments["router"] = "dense"
     else:
         arguments["router"] = "moh"
         arguments["head_budget_shape"] = "uniform"  # as `convert` spreads a share
+    if section.mlp_budget is not None or options.get("mlp_budget") is not None:
+        arguments["mlp_budget_shape"] = "uniform"
     return name, {**arguments, **section.arguments()}
+
+
+def check_options(section, options: dict) -> None:
+    """Raise ValueError for options of model.convert that `convert` does not have, or that the section says too."""
+    for key in options:
+        if key not in CONVERT_OPTIONS:
+            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_OPTIONS)}")
+    for key in ("head_budget", "mlp_budget"):
+        if getattr(section, key) is not None and key in options:
+            raise ValueError(f"model.{key} and model.convert.{key} are the same thing: give one")
+
+
+def check_groups(section, options: dict) -> None:
+    """Raise ValueError for groups of MLPs that a dense source cannot get, or that have no effect."""
+    mlp_budget = options.get("mlp_budget", section.mlp_budget)
+    if mlp_budget is None and "mlp_groups" in options:
+        groups = options["mlp_groups"]
+        raise ValueError(
+            f"model.convert.mlp_groups {groups!r} needs model.mlp_budget, and has no effect otherwise"
+        )
+    if mlp_budget is not None and options.get("scope") != "sample":
+        raise ValueError(f"model.mlp_budget {mlp_budget!r} needs model.convert.scope sample")
 
 
 def load_source(
