@@ -244,7 +244,7 @@ def test_a_guide_with_fewer_groups_alone():
         with torch.no_grad():
             return weak(*images("dit"))
 
-    refuse("that is 4 heads, and the model runs as many", guided, 0.5)
+    refuse("that is 4 heads, and the model runs 4", guided, 0.5)
     moh_vision.set_head_budget(model, mlp=1.0)
     assert not torch.allclose(guided(0.5), output(model, "dit"))
     refuse("that is 6 heads, and the model runs 4", guided, 0.75)

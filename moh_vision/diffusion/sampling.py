@@ -175,7 +175,7 @@ def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
         parts = "groups" if budgets.chosen is budgets.groups else "heads"
         active = sum(budget.active for budget in budgets.chosen)
         raise ValueError(
-            f"that is {active} {parts}, and the model runs as many: give a smaller share"
+            f"that is {active} {parts}, and the model runs {active}: give a smaller share"
         )
     return budgets
 
