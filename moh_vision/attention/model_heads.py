@@ -130,7 +130,7 @@ def groups_at(model: nn.Module, spec: BudgetSpec) -> tuple[BudgetSpec, tuple[Hea
     groups = model_budgets(model).groups
     if not groups:
         raise ValueError(
-            f"mlp {spec!r}: the MLPs of {type(model).__name__} are dense; make it with mlp_budget, or convert a dense model "
+            f"mlp_budget {spec!r}: the MLPs of {type(model).__name__} are dense; make it with mlp_budget, or convert a dense model "
             "with moh_vision.convert(model, scope='sample', mlp_budget=...)"
         )
     with naming("mlp_budget"):

@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from moh_vision.attention import head_budget
+from moh_vision.attention import head_budget, model_budgets
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
@@ -327,6 +327,7 @@ def make_card(
         file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
         groups=100 * head_budget(model).get("mlp", {}).get("share", 0),
+        set_share=share_arguments(model),
         run_task=run.task,
         size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
@@ -348,6 +349,16 @@ def elastic_range(run: ScoredRun) -> str:
     """Return the range of shares that a run with an elastic budget was trained at, as text; "" for another run."""
     ends = run.config.get("budget_range") or ()
     return " to ".join(map(str, ends))
+
+
+def share_arguments(model: nn.Module) -> str:
+    """Return the arguments of `set_head_budget` by which users set one share of all that a model chooses."""
+    budgets = model_budgets(model)
+    if not budgets.groups:
+        return "model, SHARE"
+    if budgets.chosen is budgets.groups:
+        return "model, mlp=SHARE"
+    return "model, SHARE, mlp=SHARE"
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:

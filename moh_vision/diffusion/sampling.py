@@ -150,7 +150,7 @@ def weak_predict(
 
 
 def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
-    """Return the budgets of a model for "heads:SHARE"; refuse a share that runs no fewer heads than now.
+    """Return the budgets of a model for "heads:SHARE"; refuse a share that runs no fewer heads and groups than now.
 
     Groups of routed MLPs run at the same share.
     """
@@ -158,12 +158,24 @@ def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
     if word != "heads":
         raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
     budgets = budgets_at(model, share)
-    asked = sum(budget.active for budget in budgets.chosen)
-    running_now = sum(budget.active for budget in model_budgets(model).chosen)
-    if asked >= running_now:
+    running_now = model_budgets(model)
+    fewer = False
+    for part, asked, now in (
+        ("heads", budgets.heads, running_now.heads),
+        ("groups", budgets.groups, running_now.groups),
+    ):
+        weak = sum(budget.active for budget in asked)
+        strong = sum(budget.active for budget in now)
+        fewer = fewer or weak < strong
+        if weak > strong:
+            raise ValueError(
+                f"that is {weak} {part}, and the model runs {strong}: give a smaller share"
+            )
+    if not fewer:
         parts = "groups" if budgets.chosen is budgets.groups else "heads"
+        active = sum(budget.active for budget in budgets.chosen)
         raise ValueError(
-            f"that is {asked} {parts}, and the model runs {running_now}: give a smaller share"
+            f"that is {active} {parts}, and the model runs {active}: give a smaller share"
         )
     return budgets
 

@@ -276,18 +276,24 @@ class RunConfig(CommonConfig):
         routers = self.routers()
         model = "model.name model.router model.kwargs model.convert"
         convert = getattr(self.model, "convert", None) or {}
+        # Groups of MLPs are chosen by routers of MoH's, whatever chooses the heads. Text models have no such key.
+        groups = getattr(self.model, "mlp_budget", None) or convert.get("mlp_budget")
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
+        routes = "a model that routes its heads"
+        chosen = routers - {"dense", "mae"}
+        yield Idle("model.head_budget", chosen, routes, model)
+        yield Idle("budget_range", chosen or groups, routes, f"{model} model.mlp_budget")
         yield Idle(
-            "model.head_budget budget_range",
-            routers - {"dense", "mae"},
-            "a model that routes its heads",
-            model,
+            "model.scope", routers - {"dense"} or groups, routes, f"{model} model.mlp_budget"
         )
-        yield Idle("model.scope", routers - {"dense"}, "a model that routes its heads", model)
         # A router that none of these lists names is a user's own: it may use any of the losses.
+        balanced = routers - {"moa", "mae", "dense"} or groups
         yield Idle(
-            "balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model
+            "balance_weight",
+            balanced,
+            "router moh or query_norm, or model.mlp_budget",
+            f"{model} model.mlp_budget",
         )
         moa_or_foreign = routers - {"moh", "query_norm", "mae", "dense"}
         yield Idle("moa_balance_weight z_weight", moa_or_foreign, "router moa", model)

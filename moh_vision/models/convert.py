@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from moh_vision.attention import (
     BudgetSpec,
     HeadBudget,
     HeadMixtureAttention,
+    ModelBudgets,
     attention_layers,
     default_budget,
     full_budget,
+    model_budgets,
     resolve_budget,
+    running,
 )
 from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
@@ -337,7 +341,8 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Sort the heads of a ViT or DiT by contribution, if its weights are dense and its routers untrained.
 
-    MoH's routers become zero, so that at first the strongest heads of each layer run, with weight 1.
+    MoH's routers become zero, so that at first the strongest heads of each layer run, with weight 1. Routed MLPs run all
+    their groups meanwhile.
 
     Args:
         batches: see `convert`.
@@ -351,7 +356,10 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
         for layer in layers:
             all_shared = HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
             layer.router = DenseRouter(layer.dim, all_shared)
-        order_heads(model, layers, batches)
+        heads, groups = model_budgets(model)
+        all_groups = tuple(replace(b, routed=b.candidates) for b in groups)
+        with running(model, ModelBudgets(heads, all_groups)):
+            order_heads(model, layers, batches)
     finally:
         for layer, router in zip(layers, routers):
             layer.router = router

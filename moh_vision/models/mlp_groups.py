@@ -152,6 +152,45 @@ def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -
             nn.init.zeros_(parameter)
 
 
+def zero_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:
+    """Zero the routers of MLPs that weights lacked: the MLPs are the dense ones while all groups run.
+
+    Args:
+        model: has the other weights already.
+        fresh: names of parameters that were not in the weights.
+
+    Returns:
+        The names of the parameters that are zero now.
+    """
+    zeroed = []
+    for name in fresh:
+        mlp = model.get_submodule(name.rpartition(".router.")[0])
+        if isinstance(mlp, GroupMixtureMlp):
+            nn.init.zeros_(model.get_parameter(name))
+            zeroed.append(name)
+    return zeroed
+
+
+def refuse_other_groups(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
+    """Raise ValueError if weights have routers of MLPs that choose among more or fewer groups than the model's.
+
+    The model has taken the shared groups of the weights already, see `take_shared_heads`.
+    """
+    for name, mlp in model.named_modules():
+        if not isinstance(mlp, GroupMixtureMlp):
+            continue
+        prefix = f"{name}.router."
+        found = {key: tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
+        for key, tensor in mlp.router.state_dict(prefix=prefix).items():
+            chooses = key.removeprefix(prefix) in ("routed.weight", "shared.weight")
+            if not found or not chooses:
+                continue
+            if key not in found or len(found[key]) != len(tensor):
+                raise ValueError(
+                    f"{name} chooses among another number of groups than the model's mlp_groups, {mlp.num_heads}"
+                )
+
+
 def converted_mlp_budgets(
     model: nn.Module, spec: BudgetSpec, groups: int, scope: str
 ) -> tuple[HeadBudget, ...]:

@@ -71,7 +71,7 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
         ) from None
     if routed and section.convert is not None:
         raise ValueError(
-            f"model.convert: model.pretrained {section.pretrained} has routed heads already; leave it out"
+            f"model.convert: model.pretrained {section.pretrained} has routed heads or groups already; leave it out"
         )
     if routed:
         # A number in model.head_budget or model.mlp_budget keeps the shape of the source's budget.
@@ -80,6 +80,7 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
             if shape:
                 arguments.setdefault(f"{key}_shape", shape)
         return name, {**arguments, **section.arguments()}
+    check_groups(section, options)
     arguments = {key: value for key, value in arguments.items() if key != "head_budget"}
     if section.convert is None and section.head_budget is None:
         arguments["router"] = "dense"
@@ -99,6 +100,18 @@ def check_options(section, options: dict) -> None:
     for key in ("head_budget", "mlp_budget"):
         if getattr(section, key) is not None and key in options:
             raise ValueError(f"model.{key} and model.convert.{key} are the same thing: give one")
+
+
+def check_groups(section, options: dict) -> None:
+    """Raise ValueError for groups of MLPs that a dense source cannot get, or that have no effect."""
+    mlp_budget = options.get("mlp_budget", section.mlp_budget)
+    if mlp_budget is None and "mlp_groups" in options:
+        groups = options["mlp_groups"]
+        raise ValueError(
+            f"model.convert.mlp_groups {groups!r} needs model.mlp_budget, and has no effect otherwise"
+        )
+    if mlp_budget is not None and options.get("scope") != "sample":
+        raise ValueError(f"model.mlp_budget {mlp_budget!r} needs model.convert.scope sample")
 
 
 def load_source(
@@ -123,14 +136,18 @@ def load_source(
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
-    if config.calibrate_images and is_dense(model):
+    if config.calibrate_images and heads_are_dense(model):
         raise ValueError(f"{asked} needs a model that routes its heads: model.convert")
 
 
 def is_dense(model: nn.Module) -> bool:
     """Return whether every layer always runs all its heads, and no MLP has groups."""
-    all_heads = all(layer.router.all_heads for layer in attention_layers(model))
-    return all_heads and not mlp_layers(model)
+    return heads_are_dense(model) and not mlp_layers(model)
+
+
+def heads_are_dense(model: nn.Module) -> bool:
+    """Return whether every layer always runs all its heads."""
+    return all(layer.router.all_heads for layer in attention_layers(model))
 
 
 def of_source(source: str, wing: str) -> tuple[str, dict, dict]:

@@ -19,6 +19,7 @@ from moh_vision.common.io import tensor_files
 from moh_vision.common.wings import WINGS
 from moh_vision.models.class_names import assumed_order, listed, places, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
+from moh_vision.models.mlp_groups import refuse_other_groups, zero_mlp_routers
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
 from moh_vision.models.weight_files import (
     read_safetensors,
@@ -407,8 +408,8 @@ def take_weights(
 
     Some tensors may differ from the source's. A classifier or label table is reordered if the source has the same
     classes in another order, and starts fresh if it has other classes. Position tables and patch kernels are resized.
-    A DiT's last layer starts fresh if learn_sigma differs, routers if the source has none. The model takes the
-    source's shared heads but keeps its number of active heads.
+    A DiT's last layer starts fresh if learn_sigma differs, routers if the source has none; those of MLPs then start at
+    zero, as `convert` makes them. The model takes the source's shared heads and groups but keeps its number of active ones.
 
     Args:
         source: a run, a file that `load_checkpoint` reads, or the name of a pretrained timm model.
@@ -441,8 +442,11 @@ def take_weights(
     dense = not has_routers(state)
     model.load_state_dict(state, strict=False)
     fresh = [name for name in needed if ".router." in name and name not in state]
-    if fresh:
-        changed.append(f"{len(fresh)} router tensors start fresh")
+    zeroed = zero_mlp_routers(model, fresh)
+    if len(fresh) > len(zeroed):
+        changed.append(f"{len(fresh) - len(zeroed)} router tensors start fresh")
+    if zeroed:
+        changed.append(f"{len(zeroed)} router tensors of MLPs start at zero")
     return TakenWeights(dense, resized, changed)
 
 
@@ -543,6 +547,10 @@ def _translated(file: str, state: dict[str, Tensor], model: nn.Module) -> dict[s
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"{file}: {odd[0]} is no tensor")
+    try:
+        refuse_other_groups(model, state)
+    except ValueError as error:
+        raise OtherModel(f"{file}: {error}") from None
     return state
 
 

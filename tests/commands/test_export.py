@@ -11,8 +11,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moh_vision.attention import attention_layers, head_budget, token_heads
+from moh_vision.attention.model_heads import routed_layers
 from moh_vision.commands import export as exporting
-from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
+from moh_vision.models.fixed_heads import busiest, computed_groups, gather_heads, keep_heads
+from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
 from tests.support.refusals import refuse
 
@@ -142,6 +144,51 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command)
     assert json.loads(json.loads(kept["metadata.json"])["null_label"]) == 3
 
 
+def test_groups_in_onnxruntime(run, to_onnx):
+    """At another share than the saved one; an image computes the groups that it chose."""
+    model, folder = run("dit", {**BY_TIMESTEP, **ONE, "mlp_budget": 0.75})
+    said, _, session = to_onnx(folder, "--mlp-budget", "0.5")
+    assert "heads: the graph computes 2 of 4" in said
+    assert "groups of MLPs: the graph computes 4 of 8, which each image chooses" in said
+    set_head_budget(model, mlp=0.5)
+    inputs = dict(
+        hidden_states=torch.randn(3, 1, 4, 4),
+        timestep=torch.tensor([300.0, 9.0, 999.0]),
+        class_labels=torch.tensor([0, 3, 1]),
+    )
+    with torch.no_grad():
+        want = model(**inputs, return_dict=False)[0]
+    got = session.run(["sample"], {name: values.numpy() for name, values in inputs.items()})[0]
+    assert (torch.from_numpy(got) - want).abs().max() < 3e-5 * want.abs().max()
+
+
+def test_static_heads_leave_groups_to_each_image(run, tmp_path, run_command):
+    model, folder = run("vit", {**VIT, **ONE, "scope": "sample", "mlp_budget": 0.5})
+    load = HeadLoad(routed_layers(model), {"class": ["a"]})
+    load.sums += torch.tensor([9, 0, 9, 0, 9] + [9, 9, 0, 0, 9, 0, 9, 0, 9])
+    load.save(tmp_path / "load.json")
+    file = tmp_path / "model.pt2"
+    code, said, error = run_command(
+        "export", folder, "--format", "torch-export", "--output", file,
+        "--static-heads", tmp_path / "load.json",
+    )  # fmt: skip
+    assert code == 0, error
+    assert "heads: 2 of 4 are in the graph" in said
+    assert "groups of MLPs: the graph computes 4 of 8, which each image chooses" in said
+    keep_heads(model, [[0, 2]])
+    images = torch.randn(5, 1, 8, 8)
+    with torch.no_grad():
+        got = torch.export.load(file).module()(images=images)
+        torch.testing.assert_close(got, model(images), rtol=1e-5, atol=1e-5)
+
+
+def test_groups_of_dense_mlps_are_refused(run, tmp_path, run_command):
+    _, folder = run("vit", VIT)
+    argv = ("export", folder, "--format", "torch-export", "--output", tmp_path / "m.pt2")
+    code, _, error = run_command(*argv, "--mlp-budget", "0.5")
+    assert code == 2 and "mlp_budget '0.5': the MLPs of MoHVisionTransformer are dense" in error
+
+
 @pytest.mark.parametrize(
     "router, budget",
     [("moh", BUDGET), ("query_norm", BUDGET), ("moa", [[0, 2], [0, 3]])],
@@ -164,8 +211,12 @@ def test_kept_heads_have_the_gates_that_they_have_when_chosen(router, budget):
 
 @pytest.mark.parametrize(
     "family, arguments",
-    [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)],
-    ids=["vit", "dit"],
+    [
+        ("vit", dict(VIT, scope="sample", qk_norm=True)),
+        ("dit", BY_TIMESTEP),
+        ("dit", dict(BY_TIMESTEP, mlp_budget=0.5)),
+    ],
+    ids=["vit", "dit", "dit with groups"],
 )
 def test_gathered_heads_are_those_that_an_image_chooses(family, arguments):
     model = model_of(family, arguments).double()
@@ -176,6 +227,8 @@ def test_gathered_heads_are_those_that_an_image_chooses(family, arguments):
     with torch.no_grad():
         want, _ = model.forward_routed(*inputs)
         assert gather_heads(model) == 5
+        every = 16 if "mlp_budget" in arguments else 0
+        assert computed_groups(model) == (every // 2, every)
         torch.testing.assert_close(model.forward_routed(*inputs)[0], want, rtol=1e-10, atol=1e-10)
     assert gather_heads(model_of("vit", VIT)) == 8  # each token chooses, so all heads are computed
 

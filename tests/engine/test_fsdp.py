@@ -23,6 +23,7 @@ from moh_vision.data.sources import ImageSource
 from tests.support.processes import on_two_ranks
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
+GROUPS = dict(scope="sample", head_budget=0.5, mlp_budget=0.5)
 
 
 class HalfUnreadable(ImageSource):
@@ -54,9 +55,10 @@ def validate_sharded(rank):
         autocast=contextlib.nullcontext,
         reduce=reduce,
     )
-    for layers in (False, True):
+    for layers, more in ((False, {}), (True, {}), (True, GROUPS)):
         torch.manual_seed(0)
-        task = ClassificationTask(timm.create_model("moh_vit_tiny_patch16_224", **VIT), 0.01)
+        model = timm.create_model("moh_vit_tiny_patch16_224", **VIT, **more)
+        task = ClassificationTask(model, 0.01)
         mesh = init_device_mesh("cpu", (2,))
         if layers:
             fully_shard(task.model.head, mesh=mesh)
@@ -68,7 +70,8 @@ def validate_sharded(rank):
                 task, images, data, accelerator, lambda batches, _: batches
             )
             assert (scores["images"], scores["unreadable"]) == (6, 6)
-            assert load.sums[:, -1].sum() == 6 * 17  # tokens
+            choices = 1 if more else 17  # an image's, or those of its tokens
+            assert load.sums[:, -1].sum() == 6 * choices
             indices = predictions[:, 0].tolist()
             assert len(indices) == 6
             assert indices == sorted(set(indices))

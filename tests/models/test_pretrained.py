@@ -275,7 +275,44 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
     argv = (
         f"{RUN} --output {tmp_path}/no --model.pretrained {tmp_path}/0 --model.convert.scope token"
     )
-    assert "0 has routed heads already; leave it out" in refused(capsys, main, *argv.split())
+    assert "0 has routed heads or groups already; leave it out" in refused(
+        capsys, main, *argv.split()
+    )
+
+
+def test_a_dense_source_gets_groups_and_one_with_groups_goes_on(vit, tmp_path, capsys):
+    """As `convert` makes them: the dense model while all groups run, and the share in every layer."""
+    source, dense = vit
+    sized = "--data.img_size 32 --optim.lr 1e-12 --optim.weight-decay 0".split()
+    convert = "--model.convert", "{router: dense, scope: sample, mlp_budget: 0.5, mlp_groups: 4}"
+    run(train_cls.main, tmp_path / "0", "--model.pretrained", source, *sized, *convert, steps=1)
+    model = moh_vision.load_run(tmp_path / "0")
+    groups = moh_vision.head_budget(model)["mlp"]
+    assert [(row["heads"], row["active"]) for row in groups["layers"]] == [(4, 2)] * 2
+    moh_vision.set_head_budget(model, mlp=1.0)
+    x = torch.randn(2, 1, 32, 32)  # the first kernel is summed over the colours of the source
+    with torch.no_grad():
+        got = model.forward_features(x)
+        want = dense.forward_features(x.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    # The source's shape stays where a number sets another share, and needs no model.convert.
+    share = "--model.mlp_budget", "0.75"
+    run(
+        train_cls.main,
+        tmp_path / "1",
+        "--model.pretrained",
+        tmp_path / "0",
+        *sized,
+        *share,
+        steps=1,
+    )
+    again = moh_vision.head_budget(moh_vision.load_run(tmp_path / "1"))["mlp"]
+    assert [row["active"] for row in again["layers"]] == [3, 3]
+    argv = (
+        f"{RUN} --output {tmp_path}/no --model.pretrained {tmp_path}/0 --model.convert.scope sample"
+    )
+    words = "has routed heads or groups already; leave it out"
+    assert words in refused(capsys, train_cls.main, *argv.split())
 
 
 ASKED = {
@@ -314,10 +351,12 @@ def test_a_share_of_groups_is_the_same_in_every_converted_layer(asked):
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
         (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
         (train_dit, "--model.pretrained {vit} --model.mlp_budget 1 --model.convert.mlp_budget 1", "model.mlp_budget and .* are the same thing: give one"),
+        (train_cls, "--model.pretrained {vit} --model.mlp_budget 0.5", "^train_cls.py: error: model.mlp_budget 0.5 needs model.convert.scope sample$"),
+        (train_cls, "--model.pretrained {vit} --model.convert.scope sample --model.convert.mlp_groups 4", "model.convert.mlp_groups 4 needs model.mlp_budget, and has no effect otherwise$"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
         (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
         (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
-        (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads already; leave it out"),
+        (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads or groups already; leave it out"),
         (train_dit, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* of diffusers"),
         (train_dit, "--model.pretrained {vit}", "config.json is of None, allowed are DiTTransformer2DModel and ours"),
         (train_dit, "--model.pretrained {run}", "model.safetensors is of a classifier model, moh_vit.*; give a run of train_dit.py"),

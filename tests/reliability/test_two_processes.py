@@ -149,6 +149,10 @@ def test_twenty_runs_end_with_0(tmp_path):
 CHANGING = {
     "cls": ("cls", ""),
     "dit": ("dit", ""),
+    "dit with groups": (
+        "dit",
+        "--model.scope sample --model.head_budget 0.5 --model.mlp_budget 0.5 --model.kwargs.route_by timestep",
+    ),
     "cls with an elastic budget": ("cls", "--budget_range 0.5 1 --model.head_budget 0.5"),
 }
 
