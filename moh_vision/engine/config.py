@@ -26,7 +26,7 @@ class ModelConfig(Section, section="model"):
     ramp in a new one; "uniform:0.75:0.4" also says the share of shared
     heads among them; or one [shared, routed] per layer, as `python -m moh_vision search` writes it."""
     router: str | None = key(None, needs="not .pretrained")
-    """Who chooses the heads."""
+    """Who chooses or weighs the heads: moh, query_norm or moa choose; mae, gated and dense run all and take no head_budget."""
     scope: str | None = key(None, needs="not .pretrained")
     """"token" or "sample"."""
     executor: str | None = key(None, needs="not .pretrained")
@@ -272,19 +272,20 @@ class RunConfig(CommonConfig):
         model = "model.name model.router model.kwargs model.convert"
         convert = getattr(self.model, "convert", None) or {}
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
+        all_heads = {"mae", "gated", "dense"}  # routers that run them, without a balance loss
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
         yield Idle(
             "model.head_budget budget_range",
-            routers - {"dense", "mae"},
+            routers - all_heads,
             "a model that routes its heads",
             model,
         )
         yield Idle("model.scope", routers - {"dense"}, "a model that routes its heads", model)
         # A router that none of these lists names is a user's own: it may use any of the losses.
         yield Idle(
-            "balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model
+            "balance_weight", routers - {"moa", *all_heads}, "router moh or query_norm", model
         )
-        moa_or_foreign = routers - {"moh", "query_norm", "mae", "dense"}
+        moa_or_foreign = routers - {"moh", "query_norm", *all_heads}
         yield Idle("moa_balance_weight z_weight", moa_or_foreign, "router moa", model)
         yield Idle(
             "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import head_budget
 from moh_vision.attention.model_heads import single_routed
-from moh_vision.attention.routers import MAERouter
+from moh_vision.attention.routers import GatedRouter, MAERouter
 from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.mae import mae_routers
 
@@ -68,6 +68,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
         *filter(None, [single_routed(model)]),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
+        *gated(model),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
         "",
@@ -83,7 +84,14 @@ def in_short(name: str, model: nn.Module) -> str:
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(model)])
     sizes = f"{name}: {count_parameters(model):,} parameters, {share}"
-    return "; ".join([sizes, *single, *mixtures])
+    return "; ".join([sizes, *single, *mixtures, *gated(model)])
+
+
+def gated(model: nn.Module) -> list[str]:
+    """Return a line if routers "gated" weigh the heads: a budget does not show them, because every head runs."""
+    if not any(isinstance(module, GatedRouter) for module in model.modules()):
+        return []
+    return ["gated: a gate from 0 to 2 weighs each head, and every head runs"]
 
 
 def mae_mixture(router: MAERouter) -> str:

@@ -30,7 +30,7 @@ from moh_vision.attention import (
     run_block,
 )
 from moh_vision.attention.budget import shaped
-from moh_vision.attention.routers import MoHRouter
+from moh_vision.attention.routers import GatedRouter, MoHRouter
 from moh_vision.models.convert import route_heads
 from moh_vision.models.head_budgets import (
     RecordedArguments,
@@ -236,20 +236,23 @@ def has_routers(state_dict: dict[str, Tensor]) -> bool:
 
 
 def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add the model's routers to a state dict that has none, MoH's as zeros.
+    """Add the model's routers to a state dict that has none, those of MoH and "gated" as zeros.
 
-    With zeros in MoH's routers, attention is plain attention while all heads run. Other routers are added with
-    the model's present weights. A state dict with routers is returned unchanged.
+    With these zeros, attention is plain attention while all heads run. Other routers are added with the model's
+    present weights. A state dict with routers is returned unchanged.
     """
     if has_routers(state_dict):
         return state_dict
-    moh_routers = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
+    zeroed = set()  # names of routers
+    for name, module in model.named_modules():
+        if isinstance(module, (MoHRouter, GatedRouter)):
+            zeroed.add(name)
     routers = {}
     for name, tensor in model.state_dict().items():
         if ".attn.router." in name:
             # blocks.0.attn.router.routed.weight -> blocks.0.attn.router
             router = name.rsplit(".", 2)[0]
-            if router in moh_routers:
+            if router in zeroed:
                 tensor = torch.zeros_like(tensor)
             routers[name] = tensor
     return {**state_dict, **routers}
