@@ -137,9 +137,9 @@ def test_the_command(run, folder, tmp_path, run_command):
 
 
 def test_gates_of_heads_that_all_run_are_drawn(trained, folder, tmp_path, run_command):
-    gated = trained("cls", 1, "--model.router", "gated", "--model.head_budget", "null")
+    gated = trained("cls", 2, "--model.router", "gated", "--model.head_budget", "null")
     argv = ["--image", folder / "zero.png", "--output", tmp_path / "gates.png"]
-    assert run_command("patches", gated, *argv).code == 0
+    assert run_command("patches", gated / "model.safetensors", *argv).code == 0
     for layer in json.loads((tmp_path / "gates.json").read_text())["layers"]:
         gates = np.array(layer["gates"], dtype=float)  # [H, rows, columns]
         assert gates.shape == (8, 4, 4) and gates.min() > 0 and gates.max() < 2
