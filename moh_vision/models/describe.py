@@ -68,7 +68,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
         *filter(None, [single_routed(model)]),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
-        *gated(model),
+        *gated_lines(model),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
         "",
@@ -84,10 +84,10 @@ def in_short(name: str, model: nn.Module) -> str:
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(model)])
     sizes = f"{name}: {count_parameters(model):,} parameters, {share}"
-    return "; ".join([sizes, *single, *mixtures, *gated(model)])
+    return "; ".join([sizes, *single, *mixtures, *gated_lines(model)])
 
 
-def gated(model: nn.Module) -> list[str]:
+def gated_lines(model: nn.Module) -> list[str]:
     """Return a line if routers "gated" weigh the heads: a budget does not show them, because every head runs."""
     if not any(isinstance(module, GatedRouter) for module in model.modules()):
         return []
