@@ -213,7 +213,7 @@ def running(model: nn.Module, budgets: ModelBudgets) -> Iterator[None]:
 
 
 def init_routers(model: nn.Module) -> None:
-    """Initialise routers as their papers prescribe (MoA's weights, MAE's experts). Call it after initialising the model."""
+    """Initialise routers as their papers prescribe (zero weights of MoA and "gated", MAE's experts). Call it after initialising the model."""
     for module in model.modules():
         if isinstance(module, RoutedLayer):
             for name in ("init_weights", "init_non_persistent_buffers"):

@@ -34,7 +34,7 @@ from moh_vision.commands.search import refuse_budget
 from moh_vision.common.io import run_of
 from moh_vision.common.progress import say
 from moh_vision.engine.opened import Opened
-from moh_vision.models.pretrained import is_dense
+from moh_vision.models.pretrained import runs_all_heads
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
@@ -57,7 +57,7 @@ class Timed(NamedTuple):
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, ModelBudgets]:
     """Return {share of heads: budgets of the layers}, sorted by share, the model's own budgets included.
 
-    A dense model has one entry, all heads. Groups of routed MLPs run at the same share as the heads.
+    A model whose router runs all heads has one entry. Groups of routed MLPs run at the same share as the heads.
 
     Args:
         model: the model.
@@ -65,7 +65,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Mo
             to whole heads. None: those of SHARES that the model allows.
     """
     saved = model_budgets(model)
-    if is_dense(model):
+    if runs_all_heads(model) and not saved.groups:
         return {1.0: saved}
     if not any(budget.candidates for budget in saved.chosen):
         raise ValueError(

@@ -65,6 +65,10 @@ def search_budget(
     """
     full = all_heads_of(model)
     fixed = any(layer.router.all_heads for layer in attention_layers(model))
+    if fixed and not is_dense(model):
+        raise ValueError(
+            f"{type(model).__name__} has no routed heads to be chosen: its router runs all heads"
+        )
     if fixed or not any(budget.candidates for budget in full):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"

@@ -31,7 +31,7 @@ class ModelConfig(Section, section="model"):
     mlp_groups: int | None = key(None, ge=1, needs=".mlp_budget; not .pretrained")
     """Groups of each MLP, a divisor of its hidden width; left out: 8."""
     router: str | None = key(None, needs="not .pretrained")
-    """Who chooses the heads."""
+    """Who chooses or weighs the heads: moh, query_norm or moa choose; mae, gated and dense run all and take no head_budget."""
     scope: str | None = key(None, needs="not .pretrained")
     """"token" or "sample"."""
     executor: str | None = key(None, needs="not .pretrained")
@@ -279,23 +279,24 @@ class RunConfig(CommonConfig):
         # Groups of MLPs are chosen by routers of MoH's, whatever chooses the heads. Text models have no such key.
         groups = getattr(self.model, "mlp_budget", None) or convert.get("mlp_budget")
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
+        all_heads = {"mae", "gated", "dense"}  # routers that run them, without a balance loss
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
         routes = "a model that routes its heads"
-        chosen = routers - {"dense", "mae"}
+        chosen = routers - all_heads
         yield Idle("model.head_budget", chosen, routes, model)
         yield Idle("budget_range", chosen or groups, routes, f"{model} model.mlp_budget")
         yield Idle(
             "model.scope", routers - {"dense"} or groups, routes, f"{model} model.mlp_budget"
         )
         # A router that none of these lists names is a user's own: it may use any of the losses.
-        balanced = routers - {"moa", "mae", "dense"} or groups
+        balanced = routers - {"moa", *all_heads} or groups
         yield Idle(
             "balance_weight",
             balanced,
             "router moh or query_norm, or model.mlp_budget",
             f"{model} model.mlp_budget",
         )
-        moa_or_foreign = routers - {"moh", "query_norm", "mae", "dense"}
+        moa_or_foreign = routers - {"moh", "query_norm", *all_heads}
         yield Idle("moa_balance_weight z_weight", moa_or_foreign, "router moa", model)
         yield Idle(
             "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"

@@ -27,7 +27,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
-from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
+from moh_vision.attention.routers import DenseRouter, GatedRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_budget, saved_budget
 from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.mlp_groups import (
@@ -39,7 +39,7 @@ from moh_vision.models.mlp_groups import (
 from moh_vision.models.registry import converter_for
 
 # Routers that can start as plain attention. MoA's cannot: its experts share keys, a ViT's heads do not.
-ROUTERS = ("moh", "query_norm", "mae", "dense")
+ROUTERS = ("moh", "query_norm", "mae", "gated", "dense")
 # Classes of timm's models that `convert` takes -> their block class and attention classes.
 TAKEN = {
     VisionTransformer: (Block, (Attention,)),
@@ -76,8 +76,8 @@ def convert(  # noqa: PLR0913
     Eva becomes a `MoHEva`; `dit_*`, and `moh_vit_*` with router "dense", keep their class. From diffusers' DiT
     a new `MoHDiTTransformer2DModel` is made, with the same weights and outputs. All modules outside attention,
     and the projections and norms inside, stay the same objects, except that an Eva's separate projections or
-    biases of q, k and v are joined into one. With all heads active, the output is the dense model's: MoH's
-    routers start at zero, `query_norm` has no parameters, MAE's gate is uniform.
+    biases of q, k and v are joined into one. With all heads active, the output is the dense model's: the
+    routers of MoH and "gated" start at zero, `query_norm` has no parameters, MAE's gate is uniform.
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
@@ -90,8 +90,8 @@ def convert(  # noqa: PLR0913
         head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer, here and in
             later calls of set_head_budget. None: all heads run, and a fifth of them (at least one) is shared;
             layers with fewer than four heads share none.
-        router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in language
-            models). None: "moh", in language models "query_norm".
+        router: "moh", "query_norm", or one that runs all heads and takes no head_budget (not in language
+            models): "mae", "gated", or "dense" for a baseline. None: "moh", in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy
             latents, timesteps, class labels). A tensor is one batch. The heads of each layer are sorted by
@@ -229,6 +229,8 @@ def dense_attentions(model: nn.Module) -> list[nn.Module]:
     if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
         if not all(isinstance(attn.router, DenseRouter) for attn in attentions):
+            if all(attn.router.all_heads for attn in attentions):
+                raise ValueError("the model has gates already, and runs all its heads")
             raise ValueError(
                 "the model has routed heads already: set_head_budget changes how many run"
             )
@@ -369,9 +371,10 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 def zero_router(router: nn.Module) -> None:
     """Zero a router's parameters, so that its layer is plain attention while all heads run.
 
-    In MoH's router all parameters become zero; in MAE's those of the last linear layer, which makes the gate uniform.
+    In the routers of MoH and "gated" all parameters become zero; in MAE's those of the last linear layer, which makes the
+    gate uniform.
     """
-    if isinstance(router, MoHRouter):
+    if isinstance(router, (MoHRouter, GatedRouter)):
         zeroed = router
     elif isinstance(router, MAERouter) and router.out is not None:
         zeroed = router.out

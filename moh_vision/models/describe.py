@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import head_budget
 from moh_vision.attention.model_heads import single_routed
-from moh_vision.attention.routers import MAERouter
+from moh_vision.attention.routers import GatedRouter, MAERouter
 from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.mae import mae_routers
 
@@ -71,6 +71,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         "layer  heads  width  shared  routed  active  name",
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
+        *gated_lines(model),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         *group_table(budget.get("mlp")),
         *filter(None, [single_routed(model)]),
@@ -103,7 +104,14 @@ def in_short(name: str, model: nn.Module) -> str:
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(model)])
     sizes = f"{name}: {count_parameters(model):,} parameters, {share}"
-    return "; ".join([sizes, *single, *mixtures])
+    return "; ".join([sizes, *single, *mixtures, *gated_lines(model)])
+
+
+def gated_lines(model: nn.Module) -> list[str]:
+    """Return a line if routers "gated" weigh the heads: a budget does not show them, because every head runs."""
+    if not any(isinstance(module, GatedRouter) for module in model.modules()):
+        return []
+    return ["gated: a gate from 0 to 2 weighs each head, and every head runs"]
 
 
 def mae_mixture(router: MAERouter) -> str:

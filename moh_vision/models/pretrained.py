@@ -15,6 +15,7 @@ from torch import nn
 
 from moh_vision.attention import attention_layers, mlp_layers
 from moh_vision.attention.budget import shape_of
+from moh_vision.attention.routers import DenseRouter
 from moh_vision.common.cli import refuse_missing_source
 from moh_vision.common.errors import closest, reason_of
 from moh_vision.common.io import tensor_files
@@ -136,17 +137,18 @@ def load_source(
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
-    if config.calibrate_images and heads_are_dense(model):
+    if config.calibrate_images and runs_all_heads(model):
         raise ValueError(f"{asked} needs a model that routes its heads: model.convert")
 
 
 def is_dense(model: nn.Module) -> bool:
-    """Return whether every layer always runs all its heads, and no MLP has groups."""
-    return heads_are_dense(model) and not mlp_layers(model)
+    """Return whether every layer is plain attention, all heads with gate 1, and no MLP has groups."""
+    plain = all(isinstance(layer.router, DenseRouter) for layer in attention_layers(model))
+    return plain and not mlp_layers(model)
 
 
-def heads_are_dense(model: nn.Module) -> bool:
-    """Return whether every layer always runs all its heads."""
+def runs_all_heads(model: nn.Module) -> bool:
+    """Return whether every layer always runs all its heads, whatever their gates."""
     return all(layer.router.all_heads for layer in attention_layers(model))
 
 

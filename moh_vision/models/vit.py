@@ -30,7 +30,7 @@ from moh_vision.attention import (
     run_block,
 )
 from moh_vision.attention.budget import shaped
-from moh_vision.attention.routers import MoHRouter
+from moh_vision.attention.routers import GatedRouter, MoHRouter
 from moh_vision.models.convert import apply, route_heads
 from moh_vision.models.head_budgets import (
     RecordedArguments,
@@ -272,13 +272,16 @@ def has_routers(state_dict: dict[str, Tensor]) -> bool:
 
 
 def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add the model's routers to a state dict that has none, MoH's as zeros.
+    """Add the model's routers to a state dict that has none, those of MoH and "gated" as zeros.
 
-    With zeros in MoH's routers, attention is plain attention while all heads run, and an MLP is a plain MLP. Other
-    routers are added with the model's present weights. A state dict that has routers of attention gets no others of
-    attention, and likewise of MLPs.
+    With these zeros, attention is plain attention while all heads run, and an MLP is a plain MLP. Other routers are added
+    with the model's present weights. A state dict that has routers of attention gets no others of attention, and likewise
+    of MLPs.
     """
-    moh_routers = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
+    zeroed = set()  # names of routers
+    for name, module in model.named_modules():
+        if isinstance(module, (MoHRouter, GatedRouter)):
+            zeroed.add(name)
     missing = [
         part
         for part in (".attn.router.", ".mlp.router.")
@@ -289,7 +292,7 @@ def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         if any(part in name for part in missing):
             # blocks.0.attn.router.routed.weight -> blocks.0.attn.router
             router = name.rsplit(".", 2)[0]
-            if router in moh_routers:
+            if router in zeroed:
                 tensor = torch.zeros_like(tensor)
             routers[name] = tensor
     return {**state_dict, **routers}

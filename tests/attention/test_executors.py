@@ -223,6 +223,7 @@ LAYERS = {  # a layer and its call, and what it launches
     "qk-norm": (dict(budget=(2, 2), qk_norm=True), OF_PARTS),
     "query_norm": (ROUTERS["query_norm"], ["weigh"]),  # its gradient needs all heads
     "mae": (ROUTERS["mae"], NO_ROUTER),
+    "gated": (ROUTERS["gated"], ["weigh"]),  # every head runs
     "sample scope": (dict(budget=(2, 2), scope="sample"), ONE_PRODUCT),
     "cross": (dict(budget=(2, 2), contexts=B), APART),
     "separate projections": (dict(CASES["separate projections"], budget=(2, 2)), APART),

@@ -96,7 +96,7 @@ def moa_by_hand(stats):
 
 def test_each_router_has_its_own_losses(monkeypatch):
     """A model may mix routers: dense cross-attention beside MoA, MoH beside both."""
-    budgets = dict(moa=(0, 2), dense=(6, 0), moh=(2, 2), mae=(6, 0))
+    budgets = dict(moa=(0, 2), dense=(6, 0), moh=(2, 2), mae=(6, 0), gated=(6, 0))
     layers = [
         HeadMixtureAttention(24, HeadBudget(6, 4, *b), router=router)
         for router, b in budgets.items()
@@ -115,7 +115,7 @@ def test_each_router_has_its_own_losses(monkeypatch):
     total = 1 + 0.5 * moh + 0.01 * balance + 0.001 * z
     assert losses["loss"].item() == pytest.approx(total, rel=1e-6)
     head_runs = losses.pop("head_runs")
-    assert [len(runs) for runs in head_runs] == [7] * 5
+    assert [len(runs) for runs in head_runs] == [7] * 6
     assert [name for name, value in losses.items() if value.requires_grad] == ["loss"]
     weighed = RoutedTask(model, 0.0, moa_balance_weight=2.0, z_weight=3.0)
     total = weighed.losses(torch.tensor(1.0), stats)["loss"]

@@ -26,6 +26,7 @@ CASES = {
     "query_norm": (HeadBudget(H, D, 2, 3), 5.0, 5),
     "moa": (HeadBudget(H, D, 0, 3), 1.0, 3),
     "mae": (ALL, float(H), H),
+    "gated": (ALL, None, H),
     "dense": (ALL, None, H),
 }
 
@@ -230,6 +231,7 @@ BAD_OPTIONS = [
     ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' may run all 6 heads, the budget only 4"),
     ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
     ("mae", ALL, dict(pool="max"), "pool 'max' is not one of"),
+    ("gated", HeadBudget(H, D, 2, 2), {}, "router 'gated' runs all 6 heads, the budget only 4"),
     ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' runs all 6 heads, the budget only 4"),
 ]
 

@@ -10,7 +10,7 @@ from tests.support.layers import ROUTERS, C, build
 
 B, N = 2, 5
 LAYERS = {
-    **{name: ROUTERS[name] for name in ("moh", "query_norm", "moa", "dense")},
+    **{name: ROUTERS[name] for name in ("moh", "query_norm", "moa", "gated", "dense")},
     "moa, plain probabilities": dict(
         router="moa", budget=(0, 2), router_kwargs=dict(renormalise=False)
     ),

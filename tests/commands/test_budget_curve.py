@@ -90,7 +90,7 @@ def test_shares_that_the_shared_heads_do_not_allow():
     words = "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"
     refuse(words, budgets_of, model, ["0.75", "0.5"])
     refuse("no routed heads to be chosen", lambda: budgets_of(vit([(8, 0)] * 3), None))
-    for router in ("dense", "mae"):
+    for router in ("dense", "mae", "gated"):
         assert active(budgets_of(vit(None, router=router), ["0.75"])) == {1.0: [8] * 3}
 
 

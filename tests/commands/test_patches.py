@@ -136,6 +136,16 @@ def test_the_command(run, folder, tmp_path, run_command):
     assert Image.open(tmp_path / "last.png").size[0] > 600
 
 
+def test_gates_of_heads_that_all_run_are_drawn(trained, folder, tmp_path, run_command):
+    gated = trained("cls", 2, "--model.router", "gated", "--model.head_budget", "null")
+    argv = ["--image", folder / "zero.png", "--output", tmp_path / "gates.png"]
+    assert run_command("patches", gated / "model.safetensors", *argv).code == 0
+    for layer in json.loads((tmp_path / "gates.json").read_text())["layers"]:
+        gates = np.array(layer["gates"], dtype=float)  # [H, rows, columns]
+        assert gates.shape == (8, 4, 4) and gates.min() > 0 and gates.max() < 2
+        assert (gates != 1).any() and layer["share_of_patches"] == [1] * 8
+
+
 def test_the_true_class_is_known_in_folders_of_a_mac():
     """A Mac writes the umlaut of a folder's name as two characters."""
     metadata = dict(weights="w.pth", of_run=False, architecture="vit", img_size=16)

@@ -117,7 +117,12 @@ def test_spread_is_the_ramp_and_keeps_shared_heads():
         pytest.param(
             0.5, dict(router="dense", head_budget=None), "has no routed heads", id="a dense model"
         ),
-        pytest.param(0.5, dict(router="mae", head_budget=None), "has no routed heads", id="MAE"),
+        pytest.param(
+            0.5, dict(router="mae", head_budget=None), "its router runs all heads", id="MAE"
+        ),
+        pytest.param(
+            0.5, dict(router="gated", head_budget=None), "its router runs all heads", id="gated"
+        ),
     ],
 )
 def test_what_cannot_be_searched(share, options, words):

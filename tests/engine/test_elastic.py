@@ -112,6 +112,7 @@ BAD_RANGES = {
         "layer 2 has no routed heads, all 8 are shared; model.head_budget",
     ),
     "a dense model": (dict(router="dense"), (0.5, 1.0), "the model has no routed heads"),
+    "gated": (dict(router="gated"), (0.5, 1.0), "the model has no routed heads"),
     "MAE": (dict(router="mae"), (0.5, 1.0), "the model has no routed heads"),
 }
 

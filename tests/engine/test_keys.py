@@ -329,6 +329,7 @@ TRAINING = (ClsConfig, DitConfig, LanguageConfig)
 IDLE = {
     "dense DiT": (VISION, {"model.name": "dit_small_patch2"}, f"{BUDGET} model.scope balance_weight", ""),
     "mae": (VISION, {"model.router": "mae"}, f"{BUDGET} balance_weight z_weight", "model.scope block_descent.mode"),
+    "gated": (VISION, {"model.router": "gated"}, f"{BUDGET} balance_weight z_weight block_descent.mode", "model.scope"),
     "moh": (VISION, {"model.router": "moh"}, "z_weight moa_balance_weight block_descent.gate_lr", f"{BUDGET} balance_weight"),
     "moa": (VISION, {"model.router": "moa"}, "balance_weight", f"{BUDGET} z_weight moa_balance_weight"),
     "a user's router": ((ClsConfig,), {"model.router": "mine"}, "block_descent.mode", f"{BUDGET} balance_weight z_weight"),

@@ -63,6 +63,7 @@ def test_converted_saved_and_loaded(variant, tmp_path):
         want = model(x)
         for router, budget in (
             ("query_norm", None),
+            ("gated", None),
             ("moh", [(0, 6)] * 3),
             ("moh", [(6, 0)] * 3),
             ("moh", None),
@@ -259,7 +260,7 @@ def test_mae_without_a_gate_starts_as_plain_attention():
     torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
+@pytest.mark.parametrize("router", ["moh", "query_norm", "mae", "gated"])
 @torch.no_grad()
 def test_our_own_dense_models_with_shared_keys(router, tmp_path):
     """Converted models keep their name."""
@@ -286,6 +287,16 @@ def test_our_own_dense_models_with_shared_keys(router, tmp_path):
             "takes timm's VisionTransformer, .*, not ResNet",
         ),
         (lambda: moh_vision.convert(dense()), {}, "has routed heads already: set_head_budget"),
+        (
+            lambda: moh_vision.convert(dense(), router="gated"),
+            {},
+            "has gates already, and runs all its heads",
+        ),
+        (
+            dense,
+            dict(router="gated", head_budget=0.5),
+            "router 'gated' runs all 6 heads, the budget only 3: leave head_budget out",
+        ),
         (
             lambda: timm.create_model("transnext_micro"),
             {},
@@ -320,7 +331,7 @@ def test_our_own_dense_models_with_shared_keys(router, tmp_path):
         (
             dense,
             dict(router="moa"),
-            "'moa' cannot start as plain attention: give one of moh, query_norm, mae, dense",
+            "'moa' cannot start as plain attention: give one of moh, query_norm, mae, gated, dense",
         ),
         (dense, dict(head_budget=2), "head_budget 2 is not understood"),
         (dense, dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 3"),

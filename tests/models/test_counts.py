@@ -123,6 +123,11 @@ def mae_by_hand(N, M, attention):
     return (2 * N + 2 * M) * 24 * 24 + gates * (24 * 256 + 256 * 6)
 
 
+def gated_by_hand(N, M, attention):
+    """A gate of 4 heads for each token."""
+    return dense_by_hand(N, M, attention) + N * 24 * 4
+
+
 MOA = dict(router="moa", top_k=3, experts=5, head_dim=8, bias=False)
 # router: (options, formula, width of the heads that run for a token)
 FORMULAS = {
@@ -130,6 +135,7 @@ FORMULAS = {
     "moa": (MOA, moa_by_hand, 3 * 8),
     "moh": (dict(router="moh", head_budget=[[1, 1]] * 2), moh_by_hand, 2 * 6),
     "mae": (dict(router="mae", leave_out=2), mae_by_hand, 24),
+    "gated": (dict(router="gated"), gated_by_hand, 24),
 }
 
 

@@ -39,10 +39,10 @@ RELEASED = {
     "moh_dit_xlarge_patch2_75": (675_689_504, 336, 448),
 }
 ROUTERS = {
-    **dict.fromkeys(VISION, ["moh", "query_norm", "mae", "moa"]),
-    "translation": ["moh", "query_norm", "mae_7", "moa", "moa_bias"],
+    **dict.fromkeys(VISION, ["moh", "query_norm", "mae", "moa", "gated"]),
+    "translation": ["moh", "query_norm", "mae_7", "moa", "moa_bias", "gated"],
     "masked": ["moa"],
-    "causal": ["mae_7", "uni_mae", "moa"],
+    "causal": ["mae_7", "uni_mae", "moa", "gated"],
     "llama": ["moh", "query_norm"],
 }
 CASES = [(family, router) for family, routers in ROUTERS.items() for router in routers]

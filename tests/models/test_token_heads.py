@@ -17,6 +17,8 @@ MODELS = {
     "moa": ("vit", "moa", dict(head_budget=[(0, 3), (0, 1)])),
     "mae": ("vit", "mae", {}),
     "mae, argmax": ("vit", "mae", dict(router_kwargs=dict(mode="argmax"))),
+    "gated": ("vit", "gated", {}),
+    "gated, sample": ("vit", "gated", dict(scope="sample")),
     "dense": ("vit", "dense", dict(head_budget=None)),
     "transnext": ("transnext", "moh", {}),
     "transnext, sample": ("transnext", "moh", dict(scope="sample")),

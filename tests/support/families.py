@@ -4,6 +4,7 @@ import timm
 import torch
 
 import moh_vision
+from moh_vision.attention import default_budget
 from tests.support import llama_tiny, small_transnext, text_tiny, tiny_dit, tiny_vit
 
 IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
@@ -14,7 +15,7 @@ IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
 
 def vision(name, options, *inputs):
     def make(router, **kwargs):
-        budget = None if router == "mae" else 0.75
+        budget = default_budget(router)
         arguments = {**options, "router": router, "head_budget": budget, **kwargs}
         return timm.create_model(name, **arguments).eval(), inputs
 

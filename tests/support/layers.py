@@ -17,6 +17,7 @@ ROUTERS = {
     "query_norm": dict(router="query_norm", budget=(2, 2)),
     "moa": dict(router="moa", budget=(0, 3), kv_heads=1, qkv_bias=False, proj_bias=False),
     "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
+    "gated": dict(router="gated", budget=(6, 0)),
     "dense": dict(router="dense", budget=(6, 0)),
     "mae running": dict(
         router="mae", budget=(6, 0), router_kwargs=dict(pool="running", dropout=0.0)

@@ -8,6 +8,7 @@ from moh_vision.language.models.create import create_text_model
 VOCAB = 40
 ATTENTIONS = {
     "dense": {"router": "dense"},
+    "gated": {"router": "gated"},
     "mae_7": {"router": "mae", "leave_out": 1},
     "mae_6": {"router": "mae", "leave_out": 2},
     "uni_mae": {"router": "mae", "mode": "uniform"},

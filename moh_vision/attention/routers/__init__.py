@@ -21,6 +21,7 @@ from torch import nn
 
 from moh_vision.attention.budget import ACTIVE_SHARE, SHARED_SHARE
 from moh_vision.attention.routers.dense import DenseRouter
+from moh_vision.attention.routers.gated import GatedRouter
 from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
@@ -31,6 +32,7 @@ ROUTERS: dict[str, type[nn.Module]] = {
     "query_norm": QueryNormRouter,
     "moa": MoARouter,
     "mae": MAERouter,
+    "gated": GatedRouter,
     "dense": DenseRouter,
 }
 

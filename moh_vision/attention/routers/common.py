@@ -8,6 +8,7 @@ from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
+from moh_vision.attention.routing import RoutingStats
 
 # A leaf while fx traces; `wrap` is needed in every module that calls the function.
 torch.fx.wrap("gate_logits")
@@ -68,6 +69,16 @@ class GateLinear(nn.Linear):
 def no_logits(x: Tensor) -> Tensor:
     """Return empty logits [B, N, 0], for a layer without candidates."""
     return in_float(x.new_zeros(x.shape[0], x.shape[1], 0))
+
+
+def all_heads_stats(x: Tensor, padding_mask: Tensor | None, heads: int) -> RoutingStats:
+    """Return the statistics of tokens x [B, N, C] that all run every head: no candidates, and as many counts as tokens.
+
+    padding_mask [B, N] is True at padding, which is not counted.
+    """
+    none = no_logits(x)
+    counts = real_tokens(none.float(), padding_mask).sum(1).expand(-1, heads)
+    return RoutingStats(none, counts, none)
 
 
 def real_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:

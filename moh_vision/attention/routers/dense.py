@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import no_logits, real_tokens
-from moh_vision.attention.routing import Routing, RoutingStats
+from moh_vision.attention.routers.common import all_heads_stats
+from moh_vision.attention.routing import Routing
 
 
 class DenseRouter(nn.Module):
@@ -31,6 +31,4 @@ class DenseRouter(nn.Module):
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
         """Route x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
-        none = no_logits(x)
-        counts = real_tokens(none.float(), padding_mask).sum(1).expand(-1, self.budget.heads)
-        return Routing(None, None, RoutingStats(none, counts, none))
+        return Routing(None, None, all_heads_stats(x, padding_mask, self.budget.heads))

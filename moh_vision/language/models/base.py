@@ -13,7 +13,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import shape_of
 from moh_vision.attention.model_heads import heads_at
-from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
+from moh_vision.attention.routers import GatedRouter, MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
 from moh_vision.language.models.configs import attention_budget
@@ -140,7 +140,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
                 init.constant_(buffer, float(name.endswith("var")))
         elif isinstance(module, MAERouter):
             module.init_non_persistent_buffers()
-        elif isinstance(module, MoARouter):
+        elif isinstance(module, (MoARouter, GatedRouter)):
             module.init_weights()
         elif isinstance(module, MoHRouter):
             for linear in module.children():

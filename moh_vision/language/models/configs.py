@@ -12,6 +12,7 @@ from moh_vision.common.errors import closest
 # Keys that an attention dict may have for a router, beside those of the layer, "bias" (of projections) and "executor".
 ROUTER_KEYS = {
     "dense": (),
+    "gated": (),
     "mae": ("leave_out", "mode", "dropout"),
     "moa": ("renormalise", "noisy"),
     "moh": ("gate_scale", "two_stage"),
@@ -83,7 +84,7 @@ class TextConfig(PreTrainedConfig):
     Args:
         num_attention_heads: H; the heads of "moa" are its experts instead.
         attention: dict of the router of all layers, with its options:
-            dict(router="dense"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
+            dict(router="dense" | "gated"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
             dict(router="moa", top_k, experts, head_dim); dict(router="moh" | "query_norm", head_budget=0.75).
             Each may have bias=False (projections without biases), executor, and the router's options.
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention
@@ -250,9 +251,10 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
     moh = {**MOH_FIELDS, **moh}
     router = moh["router"]
     if router not in CAUSAL_ROUTERS:
-        raise ValueError(
-            f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}"
-        )
+        problem = "is not for a causal model"
+        if router == "gated":
+            problem = "runs all heads, and a LLaMA-style model takes routers with a head_budget"
+        raise ValueError(f"router {router!r} {problem}: give {' or '.join(CAUSAL_ROUTERS)}")
     if not isinstance(moh["group"], bool):
         raise ValueError(f"group={moh['group']!r} is not True or False")
     if moh["group"] and router != "query_norm":

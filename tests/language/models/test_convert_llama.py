@@ -199,6 +199,11 @@ def test_the_released_layout(tmp_path):
             dict(router="mae"),
             "router 'mae' is not for a causal model: give query_norm or moh",
         ),
+        (
+            "llama",
+            dict(router="gated"),
+            "router 'gated' runs all heads, and a LLaMA-style model takes routers with a head_budget: give query_norm or moh",
+        ),
         ("llama", dict(scope="sample"), "scope 'sample': .* scope is 'token'"),
         ("llama", dict(head_budget=[(4, 2)]), "lists 1 layers, the model has 2"),
         (

@@ -111,7 +111,7 @@ def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
             MLM,
             {},
             dict(attention={"router": "moe"}),
-            "attention: .*moe.* is not a dict with a router out of dense, mae",
+            "attention: .*moe.* is not a dict with a router out of dense, gated, mae",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import Executor, Masked
 from moh_vision.attention.linear import is_captured
+from moh_vision.attention.routers import DenseRouter
 from moh_vision.attention.routing import Call, Routing
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
@@ -111,7 +112,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     @property
     def is_dense(self) -> bool:
         """Return whether every head has weight 1: the router is dense, or it is "query_norm" and all heads run."""
-        return self.router.all_heads or (self.needs_query and self.budget.active == self.num_heads)
+        return isinstance(self.router, DenseRouter) or (
+            self.needs_query and self.budget.active == self.num_heads
+        )
 
     def forward(
         self,
