@@ -257,9 +257,7 @@ class RunConfig(CommonConfig):
 
     def agree(self) -> None:
         if self.estimate and self.dry_run:
-            raise ValueError(
-                f"estimate {self.estimate} and dry_run: a dry run does no step; give one of the two"
-            )
+            raise ValueError("estimate and dry_run: a dry run does no step; give one of the two")
         for name in OPTIONS:
             if getattr(self.optim, name) is None:
                 setattr(self.optim, name, own_value(self.optim.name, name))

@@ -240,8 +240,8 @@ def product_rate(device: torch.device, mixed_precision: str) -> float:
 
 def finish_work(device: torch.device) -> None:
     """Wait until a device has done all of its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def largest_batch(loop, batch: dict, more: dict) -> str:
