@@ -222,6 +222,9 @@ class TrainingLoop:
 
     def steps(self) -> Iterator[int]:
         """Yield the index of each step to do, until the last step, a signal or early stopping."""
+        if self.config.estimate:
+            with self.setup.errors():
+                raise ValueError(f"estimate: {self.setup.name} calls no `estimate_cost`")
         signals = self.setup.signals
         signals.begun = True  # from here on a signal lets the current step finish
         while self.done < self.span.stop and not self.signal and not self._out_of_patience():

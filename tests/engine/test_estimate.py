@@ -224,6 +224,14 @@ def test_a_folder_with_a_run_is_refused_and_stays_as_it_is(trained, tmp_path, ca
     assert not run.with_name(f"{run.name}.1").exists()
 
 
+def test_a_script_that_estimates_nothing_refuses_the_option(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script("cls"), "estimate_images", lambda loop, *_: next(loop.steps()))
+    argv = arguments("cls", tmp_path / "run", 2, 1, "--estimate")
+    words = "estimate: train_cls.py calls no `estimate_cost`"
+    assert words in refused(capsys, script("cls").main, *argv)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_largest_micro_batch_needs_one_process():
     config = SimpleNamespace(estimate="largest-batch", output="run", max_steps=5)
     with one_line("estimate largest-batch needs one process, not 2"):
