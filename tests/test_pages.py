@@ -276,6 +276,7 @@ RUN_PAGES = [
 ]
 LAUNCHERS = r"(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
 NOT_RUN = {
+    "python train_cls.py --config quickstart/cls --estimate": "not beside --dry_run; tests/engine/test_estimate.py",
     "git clone": "needs a network",
     "pip install": "installs packages",
     "uv pip": "installs packages",

@@ -32,6 +32,7 @@ from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
@@ -68,7 +69,7 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     return teacher
 
 
-def train(setup: RunSetup) -> None:  # noqa: PLR0915
+def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     config = setup.config
     accelerator = setup.accelerator
     data = config.data
@@ -179,6 +180,9 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
         evaluation = Evaluation(loop, LabelledImages(val, val_to_tensor, seed=0, replace=False))
         loader = training_loader(images, sampler, data.workers, unreadable, mixing, on_device)
         batches = iter(loader)
+        if config.estimate:
+            estimate_images(loop, sampler, batches, model_setup.macs)
+            return
         for step in loop.steps():
             loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)
             if loop.logs():

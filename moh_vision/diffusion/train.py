@@ -22,6 +22,7 @@ from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import Alignment, DiffusionTask
 from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
@@ -153,6 +154,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             images, sampler, data_config.workers, unreadable, prepare=on_device
         )
         batches = iter(loader)
+        if config.estimate:
+            estimate_images(loop, sampler, batches, model_setup.macs)
+            return
         for step in loop.steps():
             loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)
             if loop.logs():

@@ -113,17 +113,20 @@ class AttentionRecord:
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
 
-    def measure(self, make: Callable[[], tuple[dict, str]], folder: Path, accelerator) -> None:
+    def measure(
+        self, make: Callable[[], tuple[dict, str]], folder: Path | None, accelerator
+    ) -> None:
         """Make the measurement table on the main process, use it on all, and write the record.
 
         Args:
             make: returns the table, and a line for the user or "".
-            folder: where to write the record.
+            folder: where to write the record; None: it is not written.
             accelerator: accelerate's Accelerator.
         """
         self.table, line = from_first(make)
         measurement_table.use_table(self.table)
-        by_main(lambda: self.save(folder), accelerator)
+        if folder is not None:
+            by_main(lambda: self.save(folder), accelerator)
         if line:
             say(line)
 

@@ -244,7 +244,7 @@ def _value(name: str, texts: list[str], known: Key) -> Any:
     """
     if name == "help":
         return texts or [""]
-    if not texts and known.hint is bool:  # --key alone means true
+    if not texts and takes_true(known.hint):  # --key alone means true
         return True
     values = [load(text, f"--{name}", text) for text in texts]
     readings: list[Any] = []
@@ -260,6 +260,14 @@ def _value(name: str, texts: list[str], known: Key) -> Any:
     if len(texts) == 1:
         return values[0]  # `Section` refuses the type, with a message that names the key
     return _single(name, texts)
+
+
+def takes_true(hint: Any) -> bool:
+    """Return whether `true` is a value of a key of this type."""
+    try:
+        return as_type(hint, True) is True
+    except TypeError:
+        return False
 
 
 def _single(name: str, texts: list[str]) -> str:

@@ -212,6 +212,9 @@ class RunConfig(CommonConfig):
     """What is trained."""
     dry_run: bool = key(False, kept=False)
     """Print model, budget, parameters and MACs, and stop. What the run would refuse is refused, and nothing is written."""
+    estimate: bool | Literal["largest-batch"] = key(False, kept=False)
+    """Do twenty steps on the run's data, print speed, memory and the hours of the whole run, and stop; no run is written.
+    "largest-batch": also find the largest micro-batch that fits into memory."""
     fresh: bool = key(False, kept=False)
     """Move an earlier run in --output aside and start over."""
     allow_change: list[str] = key([], kept=False)
@@ -258,6 +261,8 @@ class RunConfig(CommonConfig):
     block_descent: BlockDescentConfig = field(default_factory=BlockDescentConfig)
 
     def agree(self) -> None:
+        if self.estimate and self.dry_run:
+            raise ValueError("estimate and dry_run: a dry run does no step; give one of the two")
         for name in OPTIONS:
             if getattr(self.optim, name) is None:
                 setattr(self.optim, name, own_value(self.optim.name, name))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from moh_vision.common.io import __version__, write_whole
 from moh_vision.common.progress import Progress, say
+from moh_vision.engine.step_times import StepTimes
 
 UNITS = dict(images="img", tokens="tok")  # abbreviations for the screen
 PACKAGES = (
@@ -64,6 +65,7 @@ class RunLog:
         tracker: what `open_tracker` returned.
         unit: what the rate counts, a key of UNITS.
         ends_with_validation: whether the run validates after its last step. If it is resumed there, it validates again.
+        times: measures the parts of the steps, until the first interval after the first step is logged.
     """
 
     path: Path
@@ -74,6 +76,7 @@ class RunLog:
     tracker: Any = None
     unit: str = "images"
     ends_with_validation: bool = True
+    times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self):
         self.pause()
@@ -105,9 +108,11 @@ class RunLog:
         """Count a step with `count` images or tokens."""
         self.count += count
         self.steps += 1
+        self.times.end_step(count)
         if not self.warm:  # the first step is left out of the estimate of the time left
             self.warm = time.monotonic()
             self.steps = 0
+            self.times.restart()
         self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
@@ -120,6 +125,10 @@ class RunLog:
             seconds = now - max(self.since, self.warm)
             left = (self.total - step) * seconds / self.steps
             remaining = f", {timedelta(seconds=round(left))} left"
+        pace = ""
+        if self.times.on and self.times.steps:
+            pace = self.times.pace().line(UNITS[self.unit])
+            self.times.on = False
         self.pause()
         measured = {f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)}
         self._write(step, values | measured)
@@ -127,6 +136,9 @@ class RunLog:
         if self.bar.disable:
             done = f"{self.title} {step}/{self.total}"
             self.say(f"{done}: {show}, {speed}, peak {memory:.0f} MiB{remaining}")
+        if pace:
+            self.say(f"{self.title}: {pace}")
+        if self.bar.disable:
             return
         # Put the loss and the rate first: a narrow terminal cuts the end off.
         loss, comma, more = show.partition(", ")
@@ -170,6 +182,7 @@ class RunLog:
         self.count = 0  # images or tokens since `self.since`
         self.steps = 0
         self.since = time.monotonic()
+        self.times.restart()
 
     def close(self) -> None:
         self.bar.close()

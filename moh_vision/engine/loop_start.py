@@ -17,6 +17,7 @@ from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import learning_rate
 from moh_vision.engine.step_folders import export
+from moh_vision.engine.step_times import StepTimes
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
 
@@ -148,12 +149,13 @@ def open_log(setup: RunSetup, span: Span, folder: Path, title: str, **log_option
     config = setup.config
     accelerator = setup.accelerator
     accelerator.wait_for_everyone()  # all processes must have read metrics.jsonl before the main one rewrites it
-    main = accelerator.is_main_process
+    main = accelerator.is_main_process and not config.estimate  # an estimate logs nothing
     tracker = open_tracker(
         config.tracker, folder, span.start, f"moh_vision {title}", config.tree(), main
     )
     file = folder / "metrics.jsonl"
-    return RunLog(file, span.start, span.stop, main, title, tracker, **log_options)
+    times = StepTimes(accelerator.device)
+    return RunLog(file, span.start, span.stop, main, title, tracker, times=times, **log_options)
 
 
 def say_long_average(ema: EmaConfig | None, span: Span) -> None:

@@ -46,15 +46,23 @@ class RunFolder:
         fresh: move an earlier run in the folder aside.
         accelerator: accelerate's Accelerator.
         held: releases the lock when it is closed.
-        dry: only look for mistakes: neither lock nor write.
+        dry: neither lock nor write.
+        builds: build missing attention operators for a CPU, which takes minutes.
     """
 
     def __init__(
-        self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack, dry: bool = False
+        self,
+        output: str,
+        fresh: bool,
+        accelerator,
+        held: contextlib.ExitStack,
+        dry: bool = False,
+        builds: bool = True,
     ):
         self.output = output
         self.fresh = fresh
         self.dry = dry
+        self.builds = builds
         self.accelerator = accelerator
         self.held = held
         self.path = Path(output).resolve()
@@ -141,7 +149,7 @@ class RunFolder:
         """Call `AttentionRecord.settle`, if there is a record; return the settings that it refuses."""
         if attention is None:
             return []
-        return attention.settle(build=build and not self.dry)
+        return attention.settle(build=build and self.builds)
 
     def _make(self, locked: bool) -> None:
         """Make the folder, and lock it unless it is `locked` already; with `fresh`, first move an earlier run aside."""

@@ -18,6 +18,7 @@ from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.config import RunConfig
+from moh_vision.engine.estimate import check_estimate, steps_needed
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import record_start
 from moh_vision.engine.optimizers import check_sharded
@@ -101,13 +102,14 @@ class RunSetup:
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
             start=span.start,
-            stop=span.stop,
+            stop=steps_needed(span.stop, self.config),
         )
 
     def open_folder(self, span: Span, records: Sequence = (), description: str = "") -> OpenFolder:
         """Open the folder and write its records. Nothing is written before, so that a mistake leaves no files.
 
-        A dry run prints `description` here, and writes nothing: it has now passed every check of a real run.
+        A dry run prints `description` here, and writes nothing: it has now passed every check of a real run. An
+        estimate writes nothing either.
 
         Args:
             span: what `find_checkpoint` returned.
@@ -133,7 +135,8 @@ class RunSetup:
             device=device_name(device),
             processes=processes,
         )
-        by_main(lambda: record_start(folder.path, **start), self.accelerator)
+        if not config.estimate:
+            by_main(lambda: record_start(folder.path, **start), self.accelerator)
         noun = "processes"
         if processes == 1:
             noun = "process"
@@ -186,8 +189,14 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
                 check_sharded(config.optim.name)
             lock = held.enter_context(contextlib.ExitStack())
             run_folder = RunFolder(
-                config.output, config.fresh, accelerator, lock, dry=config.dry_run
+                config.output,
+                config.fresh,
+                accelerator,
+                lock,
+                dry=config.dry_run or bool(config.estimate),
+                builds=not config.dry_run,
             )
+            check_estimate(config, run_folder.goes_on, accelerator)
             earlier = None
             if run_folder.goes_on:
                 earlier = Path(config.output)

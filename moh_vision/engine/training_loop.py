@@ -111,7 +111,7 @@ class TrainingLoop:
             return  # `saver.wait` could block on the lost process; `RunSetup.reporting` ends this one
         self.saver.wait()
         if error is None:
-            if not self.stopped:
+            if self.log.enabled and not self.stopped:
                 objective = getattr(self.config, "objective", None)
                 self.log.say(ending(self.config.kind, self.folder, objective))
             self.log.close()
@@ -155,6 +155,7 @@ class TrainingLoop:
         # A skipped update leaves the weights of the step before, which the EMA has seen already.
         if self.ema and agreed.finite:
             self.ema.update(self.model, self.done)
+        self.log.times.mark("optimiser")
         self.log.step(count)
 
     def _run_phase(self, phase: Phase, step: int, more: dict) -> Agreement:
@@ -166,9 +167,11 @@ class TrainingLoop:
         accelerator = self.accelerator
         accumulation = config.optim.accumulation
         scaler = accelerator.scaler  # None without fp16
+        times = self.log.times
 
         self.losses = []
         for number, batch in enumerate(phase.batches):
+            times.mark("data")
             # Seed after fetching: data loading also consumes random numbers. Dropout then depends on
             # seed, step, micro-batch, rank and phase alone.
             rank = accelerator.process_index
@@ -182,6 +185,7 @@ class TrainingLoop:
                 # Gradients add up over micro-batches; dividing the loss makes their sum the mean.
                 accelerator.backward(losses["loss"] / accumulation)
             self.losses.append(losses)
+            times.mark("compute")
         assert len(self.losses) == accumulation, "the batches ended within a step"
 
         # Backward averages gradients over the processes, except those of gates in a phase of their own.
@@ -198,6 +202,7 @@ class TrainingLoop:
         self.signal = agreed.signal
         if agreed.bad_samples:
             self.unreadable.share(gather_object)
+        times.mark("compute")
 
         # If the gradient is not finite, the scaler's own step skips the update and lowers the scale.
         scaler_skips = scaler is not None and agreed.bad_norm
@@ -208,6 +213,7 @@ class TrainingLoop:
         phase.optimizer.zero_grad(set_to_none=True)
         if not agreed.finite:
             phase.restore_statistics()
+        times.mark("optimiser")
         lr = largest_learning_rate(phase.optimizer)
         self.skipped.count(step, agreed, scaler, norm, loss, lr)
         return agreed
@@ -216,6 +222,9 @@ class TrainingLoop:
 
     def steps(self) -> Iterator[int]:
         """Yield the index of each step to do, until the last step, a signal or early stopping."""
+        if self.config.estimate:
+            with self.setup.errors():
+                raise ValueError(f"estimate: {self.setup.name} calls no `estimate_cost`")
         signals = self.setup.signals
         signals.begun = True  # from here on a signal lets the current step finish
         while self.done < self.span.stop and not self.signal and not self._out_of_patience():
@@ -366,7 +375,10 @@ class TrainingLoop:
         forward_seconds = self._collect_calls(calls, first, more)
         step_seconds = forward_seconds * self.config.optim.accumulation
         make_table = partial(measured_table, calls, step_seconds)
-        attention.measure(make_table, self.folder, self.accelerator)
+        folder = self.folder
+        if self.config.estimate:
+            folder = None
+        attention.measure(make_table, folder, self.accelerator)
         self.log.pause()
         return chain([first], batches)
 

@@ -16,6 +16,7 @@ from moh_vision.common.wings import TEXT
 from moh_vision.engine.best import BEST, Best, earlier_scores
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.estimate import Fetched, estimate_cost
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
@@ -24,8 +25,9 @@ from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
+from moh_vision.models.counts import without_memory
 from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import elastic_budget, with_elastic
+from moh_vision.models.elastic import elastic_budget, mean_macs, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
@@ -113,7 +115,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     folder = setup.open_folder(span, description=description)
     if config.dry_run:
         return
-    if accelerator.is_main_process and not checkpoint:
+    if accelerator.is_main_process and not (checkpoint or config.estimate):
         text.save(folder.path, micro_batches)
         for model_config in configs_of(model):  # from_pretrained reads them with model.safetensors
             model_config.save_pretrained(folder.path)
@@ -129,6 +131,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     ]
     optimizer = make_optimizer(model, config.optim, undecayed)
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
+    shadow = None
+    if config.estimate:
+        shadow = without_memory(model)  # copied before accelerate may shard the model
     with start_loop(
         setup,
         span,
@@ -149,7 +154,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         batches = load_batches(text.train, sampler, config.data.workers)
         if not config.max_steps:  # the weights to score are saved here, because there is no step
             loop.save()
-        for step in loop.steps():
+
+        def fetch() -> Fetched:
             with setup.errors(every_rank=True, code=1):  # text that has changed, or invalid ids
                 step_batches = [
                     send_to_device(batch, accelerator.device, non_blocking=True)
@@ -159,9 +165,20 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             # that the loss of the step is the mean over all labels of the step.
             local_labels = sum((batch["labels"] != -100).sum() for batch in step_batches)
             labels = accelerator.reduce(local_labels.float(), "sum")
+            return Fetched(step_batches, int(labels), dict(tokens=labels / micro_batches))
+
+        if config.estimate:
+
+            def macs_of(batch: dict) -> int:
+                one = {name: value[:1] for name, value in batch.items() if name != "labels"}
+                return len(batch["labels"]) * mean_macs(shadow, elastic, **one)
+
+            estimate_cost(loop, sampler, fetch, macs_of)
+            return
+        for step in loop.steps():
             epoch = sampler.epoch(step)
-            mean_labels = labels / micro_batches
-            loop.step(step_batches, epoch=epoch, count=int(labels), tokens=mean_labels)
+            fetched = fetch()
+            loop.step(fetched.micro_batches, epoch=epoch, count=fetched.count, **fetched.more)
             if loop.logs():
                 values = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from random import Random
 
-from torch import nn
+from torch import Tensor, nn
 
 from moh_vision.attention import ModelBudgets, budgets_at, running
 from moh_vision.attention.budget import BudgetError, parse_share
 from moh_vision.common.seeds import Stream, derive_seed
+from moh_vision.models.counts import count_macs
 from moh_vision.models.head_budgets import set_share
 
 SHARES = 5  # evenly spaced from smallest to largest; few, because torch.compile compiles a graph for each
@@ -114,6 +115,24 @@ def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
     if not config.budget_range:
         return None
     return ElasticBudget(model, config.budget_range, config.seed)
+
+
+def mean_macs(
+    model: nn.Module, elastic: ElasticBudget | None, *inputs: Tensor, **named: Tensor
+) -> int:
+    """Return the MACs of the active heads, the routers and all else in one forward of batch 1.
+
+    An elastic model is counted at its middle share, near which the steps' shares have their mean.
+
+    Args:
+        model: on any device.
+        elastic: its elastic budget, or None.
+        inputs, named: arguments of its forward; only their shapes matter.
+    """
+    if elastic is None:
+        return count_macs(model, *inputs, **named).ideal
+    with elastic.running(model, elastic.between[len(elastic.between) // 2]):
+        return count_macs(model, *inputs, **named).ideal
 
 
 def with_elastic(description: str, elastic: ElasticBudget | None, separator: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from moh_vision.common.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import ElasticBudget, elastic_budget, with_elastic
+from moh_vision.models.elastic import ElasticBudget, elastic_budget, mean_macs, with_elastic
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
@@ -27,6 +27,7 @@ class ModelSetup:
         elastic: draws the budget of every step, or None.
         inputs: arguments of one forward of batch 1.
         description: text that a dry run prints; empty in other runs.
+        macs: multiply-accumulates of one forward of batch 1, for an estimate; 0 in other runs.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class ModelSetup:
     elastic: ElasticBudget | None
     inputs: list[torch.Tensor]
     description: str
+    macs: int = 0
 
 
 def set_up_model(
@@ -80,6 +82,9 @@ def set_up_model(
     if config.dry_run:  # the model is described at the largest share of an elastic budget
         shown = describe(full_name(name, arguments), model, *inputs)
         description = with_elastic(shown, elastic, "\n")
+    macs = 0
+    if config.estimate:
+        macs = mean_macs(model, elastic, *inputs)
     train_only(model, config.train_only)
     if config.checkpointing:
         if hasattr(model, "set_grad_checkpointing"):  # timm's name
@@ -91,7 +96,7 @@ def set_up_model(
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
         say(with_elastic(shown, elastic, "; "))
-    return ModelSetup(model, arguments, elastic, inputs, description)
+    return ModelSetup(model, arguments, elastic, inputs, description, macs)
 
 
 def check_memory(

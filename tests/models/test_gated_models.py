@@ -223,4 +223,6 @@ def test_a_run_is_a_pretrained_source_with_its_gates(router, tmp_path, capsys):
         ):  # MAE's gates have a learning rate of their own
             torch.testing.assert_close(weights[name], before, rtol=1e-4, atol=1e-6)
     on += ["--model.convert.router", "moh", "--output", f"{tmp_path}/third"]
-    assert "has routed heads or groups already; leave it out" in refused(capsys, train_cls.main, *on)
+    assert "has routed heads or groups already; leave it out" in refused(
+        capsys, train_cls.main, *on
+    )

@@ -7,6 +7,7 @@ from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.run_setup import Span
 from moh_vision.engine.signals import StopSignals
+from moh_vision.engine.step_times import StepTimes
 from moh_vision.engine.training_loop import TrainingLoop
 
 
@@ -38,6 +39,6 @@ def small_loop(
         descent=descent,
         schedule=lambda step: lr,
         metadata={},
-        log=SimpleNamespace(step=lambda count: None),
+        log=SimpleNamespace(step=lambda count: None, times=StepTimes()),
         saver=None,
     )
