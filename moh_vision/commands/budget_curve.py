@@ -104,7 +104,7 @@ def measure(
 
     All budgets are checked before the first model is scored.
     """
-    passes = [run.forward() for run in opened]  # this also opens the data for the scores
+    passes = [run.make_forward() for run in opened]  # this also opens the data for the scores
     budgets = []
     for name, run in zip(names, opened):
         try:

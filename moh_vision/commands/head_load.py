@@ -245,7 +245,7 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         loads[budget["name"]] = dict(
             percent=rounded(percent, 3), heads=(budget["shared"] + order).tolist()
         )
-    for heads in sorted({len(line.values) for line in lines}):
+    for heads in sorted({len(line.by_x) for line in lines}):
         equal = [100 / heads]
         lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
     figure = draw_lines(

@@ -49,7 +49,7 @@ def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
     names = class_names(metadata["classes"], model.num_classes)
     folder = composed(Path(file).absolute().parent.name)
     run = Path(metadata["weights"])
-    if metadata["of_run"]:
+    if metadata["brings_model"]:
         run = run_of(metadata["weights"]).resolve()
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)

@@ -133,7 +133,7 @@ def work(options) -> None:
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
     slices = rank_slice(len(files), 0, 1, opened.config.data.eval_batch_size)
     transform = validation_transform(model.pretrained_cfg)
-    images = LabelledImages(Files(files), transform, seed=0, replace=False)
+    images = LabelledImages(Files(files), transform, seed=0, replace_unreadable=False)
     workers = 0  # for a single batch it does not pay to start worker processes
     if len(slices) > 1:
         workers = opened.config.data.workers

@@ -162,7 +162,7 @@ def all_heads_of(model: nn.Module) -> list[HeadBudget]:
 def refuse_budget(opened: Opened, option: str) -> None:
     """Raise ValueError if the options give a head budget of their own, where `option` says how many heads run."""
     for key in ("model.head_budget", "head_budget"):
-        if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
+        if key in getattr(opened.config, "given", ()) and opened.metadata.get("brings_model", True):
             raise ValueError(f"{key} has no effect: {option} says how many heads run")
 
 

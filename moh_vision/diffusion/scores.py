@@ -17,7 +17,7 @@ from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
 from moh_vision.evaluation.fidelity.images import SourceImages, open_set
 from moh_vision.evaluation.fidelity.scoring import table
-from moh_vision.models.class_names import places
+from moh_vision.models.class_names import indices_of
 from moh_vision.models.weights import from_run
 
 
@@ -29,7 +29,7 @@ class ClassifierScores:
         self.reference = reference.name
         self.classifier, self.metadata = from_run(extractor, "classification")
         # For each class of the samples, its number in the classifier.
-        self.numbers = places(classes, self.metadata["classes"])
+        self.numbers = indices_of(classes, within=self.metadata["classes"])
         if self.numbers is None or {*self.source.classes} != {*classes}:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"
             raise ValueError(f"--extractor {extractor} and --score {self.reference} {needed}")

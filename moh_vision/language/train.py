@@ -1,6 +1,7 @@
 """Train a translation, masked or causal language model: accelerate launch train_text.py --config configs/text/NAME.yaml.
 
-Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes.
+Where only the package is installed: accelerate launch -m moh_vision.language.train --config text/NAME.
+The same command resumes the run; --help prints every key.
 """
 
 import shutil
@@ -27,7 +28,7 @@ from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import taken_for
+from moh_vision.models.weights import advise_on_model_name
 
 MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
 
@@ -61,8 +62,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         # Raises at once if the tokenizer needs a package that is missing.
         bleu_tokenizer(config.data.target, config.generate.tokenizer)
 
-    # ---------------------------------------------------------------- lock the folder, open the text
-    span = setup.find_checkpoint(config.max_steps)
+    # ---------------------------------------------------------------- steps to do, text
+    span = setup.lock_and_find_steps(config.max_steps)
     checkpoint = span.checkpoint
     resumed_run = config.output if checkpoint else None  # this folder holds the tokenizer
     tokenizer = tokenizer_of(config, resumed_run)
@@ -91,7 +92,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         text.check(Path(config.output), micro_batches)
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
     if config.init_from and not checkpoint:
-        with taken_for(config.model.name):
+        with advise_on_model_name(config.model.name):
             fresh = init_text(model, config.init_from, fingerprints)
         if fresh:
             say(f"init_from: {len(fresh)} router tensors start fresh")
@@ -99,7 +100,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)
     description = ""
-    if config.dry_run:  # describes an elastic budget at its largest share
+    if config.dry_run:  # describe the model at the largest share of an elastic budget
         shown = describe(name, model, **text.example())
         description = with_elastic(shown, elastic, "\n")
     else:
@@ -107,11 +108,11 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     descent = BlockDescent(
         accelerator, model, mae_routers(model), config.compile, config.block_descent
     )
-    sampler = text.sampler(**setup.portion(span))
+    sampler = text.sampler(**setup.sampler_arguments(span))
 
-    # ---------------------------------------------------------------- from here on the folder is the run's
+    # ---------------------------------------------------------------- open the folder, which is first written here
     folder = setup.open_folder(span, description=description)
-    if config.dry_run:
+    if config.dry_run:  # nothing was written
         return
     if accelerator.is_main_process and not checkpoint:
         text.save(folder.path, micro_batches)
@@ -162,7 +163,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             epoch = sampler.epoch(step)
             mean_labels = labels / micro_batches
             loop.step(step_batches, epoch=epoch, count=int(labels), tokens=mean_labels)
-            if loop.logs():
+            if loop.step_is_logged():
                 values = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"
                 loop.metrics(values, f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, {rate}")

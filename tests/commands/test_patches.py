@@ -138,7 +138,7 @@ def test_the_command(run, folder, tmp_path, run_command):
 
 def test_the_true_class_is_known_in_folders_of_a_mac():
     """A Mac writes the umlaut of a folder's name as two characters."""
-    metadata = dict(weights="w.pth", of_run=False, architecture="vit", img_size=16)
+    metadata = dict(weights="w.pth", brings_model=False, architecture="vit", img_size=16)
     metadata["classes"] = ["ant", "Übersee", "bee"]
     opened = SimpleNamespace(model=vit(), metadata=metadata)
     file = unicodedata.normalize("NFD", "/images/Übersee/0.png")
