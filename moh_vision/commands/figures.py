@@ -14,7 +14,6 @@ from moh_vision.common.io import write_whole
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # import it after the backend is chosen
 
-
 # A legend with longer names or more lines is drawn below the axes. Widths are in characters of its font of size 8.
 LONGEST_INSIDE = 44
 MOST_INSIDE = 12
