@@ -91,13 +91,15 @@ class OpenedClassifier(Opened):
 
     def scores(self) -> dict:
         images = self.data("val")
-        task = ClassificationTask(self.model.to(self.accelerator.device), 0.0)
+        task = ClassificationTask(self.model.to(self.accelerator.device), balance_weight=0.0)
         return validate(task, images, self.config.data, self.accelerator, Progress.over)[0]
 
     def make_forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
         indices = range(min(self.config.data.eval_batch_size, len(images.source)))
-        (batch,) = evaluation_loader(images, [list(indices)], 0, self._unreadable(images))
+        (batch,) = evaluation_loader(
+            images, [list(indices)], workers=0, bad=self._unreadable(images)
+        )
         batch = send_to_device(batch, self.accelerator.device)
 
         def forward() -> Tensor:

@@ -78,7 +78,10 @@ class OpenedDiffusion(Opened):
         trained = None
         if self.metadata["vae"]:
             trained = LatentSpace(**self.metadata["vae"])
-        if (trained and trained.sha256) != (inputs.space and inputs.space.sha256):
+        # The sha256 of the VAE; None for pixels.
+        vae_of_model = trained and trained.sha256
+        vae_of_data = inputs.space and inputs.space.sha256
+        if vae_of_model != vae_of_data:
             raise ValueError(
                 f"data.root {data.root}: latents of the VAE {inputs.space}, {path} was trained on those of {trained}"
             )
@@ -89,7 +92,7 @@ class OpenedDiffusion(Opened):
         # Read `objective` before opening data: it raises ValueError for weights that are not of a run.
         draw = self.objective.draw
         # Seed 0: image i always has the timestep and noise of (0, i). No label is dropped.
-        return self.opened_inputs(split).dataset(0, draw, 0.0)
+        return self.opened_inputs(split).dataset(seed=0, draw=draw, label_drop=0.0)
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         images = self.data("train")
@@ -106,7 +109,8 @@ class OpenedDiffusion(Opened):
 
     def loss(self, batch: dict) -> Tensor:
         device = self.accelerator.device
-        task = DiffusionTask(self.model, 0.0, self.objective).to(device).eval()
+        task = DiffusionTask(self.model, balance_weight=0.0, diffusion=self.objective)
+        task.to(device).eval()
         with self.accelerator.autocast():
             return task(**send_to_device(batch, device))["task_loss"]
 

@@ -45,8 +45,8 @@ class ClassifierScores:
         transform = image_transform(
             "none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels]
         )
-        slices = rank_slice(len(self.source), 0, 1, parts.batch_size)
-        real = evaluation_loader(LabelledImages(self.source, transform, 0), slices, 0)
+        slices = rank_slice(len(self.source), rank=0, world=1, batch_size=parts.batch_size)
+        real = evaluation_loader(LabelledImages(self.source, transform, seed=0), slices, workers=0)
 
         def samples() -> Iterator[dict]:
             for (_, batch), y in zip(parts.batches(), labels.split(parts.batch_size)):

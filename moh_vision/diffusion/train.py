@@ -42,7 +42,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     data_config = config.data
     batch_size = config.optim.batch_size
 
-    # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
+    # ---------------------------------------------------------------- data: images, latents, or images that a VAE encodes
     name, arguments = name_and_arguments(config, "diffusion", config.fresh)
     root = data_config.root
     img_size = data_config.img_size
@@ -164,7 +164,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             loop.save()
             for drawn in drawings:
                 if loop.due(drawn.config.every, at_end=True):
-                    drawn.draw(loop.ema.module if loop.ema else loop.model, loop)
+                    drawn_model = loop.ema.module if loop.ema else loop.model
+                    drawn.draw(drawn_model, loop)
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
@@ -178,7 +179,7 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
         raise ValueError(
             f"repa.block {repa.block} is out of range: 1 to {depth}, the blocks of the model"
         )
-    half = [0.5] * inputs.colours  # mean and std with which images are normalised to -1 .. 1
+    half = [0.5] * inputs.colours  # mean and std of images whose values are normalised to -1 .. 1
     teacher = Teacher("repa.teacher", repa.teacher, half, half)
     teacher_width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
@@ -202,7 +203,7 @@ def trained_objective(source: str) -> str:
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())
     elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
-        # Read only the metadata: the filter takes no tensor.
+        # Read the metadata alone: the filter takes no tensor.
         _, metadata = read_safetensors(weights_file(source), lambda name: False)
         config = metadata.get("config")
     if not isinstance(config, dict):

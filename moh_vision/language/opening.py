@@ -81,7 +81,7 @@ class OpenedText(Opened):
     @cached_property
     def _validation(self) -> list[dict]:
         text = self.text()
-        return list(text.eval_batches(text.val, 0, 1))
+        return list(text.eval_batches(text.val, rank=0, world=1))
 
     def _losses(self) -> Callable[[dict], Tensor]:
         return routed_losses(self.model.to(self.accelerator.device), self.accelerator)

@@ -65,7 +65,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     # ---------------------------------------------------------------- steps to do, text
     span = setup.lock_and_find_steps(config.max_steps)
     checkpoint = span.checkpoint
-    resumed_run = config.output if checkpoint else None  # this folder holds the tokenizer
+    resumed_run = (
+        config.output if checkpoint else None
+    )  # a resumed run takes the tokenizer of its folder
     tokenizer = tokenizer_of(config, resumed_run)
     inputs_class = INPUTS[task_for(config.model)]
     with accelerator.main_process_first():
@@ -148,10 +150,12 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         say_long_average(config, span)
         evaluate = evaluation_of(text, loop.task, accelerator, loop.log)
         batches = load_batches(text.train, sampler, config.data.workers)
-        if not config.max_steps:  # the weights to score are saved here, because there is no step
+        if not config.max_steps:  # no step saves the weights that are scored
             loop.save()
         for step in loop.steps():
-            with setup.errors(every_rank=True, code=1):  # text that has changed, or invalid ids
+            with setup.errors(
+                every_rank=True, code=1
+            ):  # the text may have changed, or have invalid ids
                 step_batches = [
                     send_to_device(batch, accelerator.device, non_blocking=True)
                     for batch in islice(batches, config.optim.accumulation)
@@ -167,9 +171,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
                 values = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"
                 loop.metrics(values, f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, {rate}")
-            # Validate before the save, so that the checkpoint holds the score.
+            # Validate before saving, so that the checkpoint of this step has the score.
             if config.eval_every and loop.done % config.eval_every == 0:
-                with setup.errors(code=1):  # the loss may not be finite
+                with setup.errors(code=1):  # the loss may be infinite or NaN
                     scores = evaluate(text.val, "validation")
                 loop.judge(scores, loop.model)
                 loop.event(
@@ -211,8 +215,8 @@ def keep_weights(loop: TrainingLoop) -> None:
 def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
     """Score the configured final weights and write results.json. Collective: every process must call it."""
     if loop.best.exhausted:
-        looks = f"{loop.best.waited} validations without a lower loss than {loop.best.value:.4f}"
-        loop.log.say(f"stopped after {loop.done} steps: {looks}")
+        reason = f"{loop.best.waited} validations without a lower loss than {loop.best.value:.4f}"
+        loop.log.say(f"stopped after {loop.done} steps: {reason}")
     with loop.setup.errors():
         results = final_weights(loop, partial(evaluate, text.val))
         with whole_weights(loop.task):
@@ -224,10 +228,11 @@ def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
                 loop.log.say("\n".join(lines))
                 scores["by_share"] = shares
     results.update(scores)
-    last_validation = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
+    validations = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)
     scores_best = results["weights"] == BEST and loop.config.average == 1
-    for step, loss in last_validation:
-        if step == loop.done and scores_best:
+    if validations and scores_best:
+        step, loss = validations[-1]
+        if step == loop.done:  # the last weights were validated too
             scored = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             loop.log.say(
                 f"validation loss: {scored}, which the scores are of; {loss:.4f} with the last weights"
