@@ -176,18 +176,10 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
 def open_classifier(
     config: OpenedClsConfig, images: int = 1, **arguments
 ) -> tuple[nn.Module, dict]:
-    """Open the classifier of --checkpoint, in eval mode; also return its metadata.
+    """Open the classifier of --checkpoint, in eval mode; also return metadata as `to_validate` does, with img_size.
 
     A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
-    need the configuration's `model` and `arguments`.
-
-    Args:
-        config: the configuration.
-        images: number of images, which limits the size of a batch.
-        **arguments: arguments of the model that the data decide; not used if --checkpoint brings its model.
-
-    Returns:
-        The model, and metadata as of `to_validate`, with img_size.
+    need the configuration's `model` and `arguments`. `images` is the number of images, which limits a batch's size.
     """
     path = config.checkpoint
     data = config.data

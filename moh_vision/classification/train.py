@@ -339,11 +339,11 @@ class Evaluation:
             )
         )
         kept = [name for name in (*SCORES, "active_share") if name in scores]
-        by_share = {
+        table = {
             share: {name: share_scores[name] for name in kept}
             for share, share_scores in scores_by_share.items()
         }
-        return by_share, loads[0]
+        return table, loads[0]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -153,9 +153,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         if not config.max_steps:  # no step saves the weights that are scored
             loop.save()
         for step in loop.steps():
-            with setup.errors(
-                every_rank=True, code=1
-            ):  # the text may have changed, or have invalid ids
+            with setup.errors(every_rank=True, code=1):  # text that has changed, or invalid ids
                 step_batches = [
                     send_to_device(batch, accelerator.device, non_blocking=True)
                     for batch in islice(batches, config.optim.accumulation)
