@@ -106,7 +106,7 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
         group=data.shuffle_shards,
         seed=config.seed,
         repeats=data.repeats,
-        **setup.sampler_arguments(span),
+        **setup.sampler_arguments(span),  # batch_size, accumulation, rank, world, start, stop
     )
     to_tensor, val_to_tensor = classification_transforms(
         data, model.pretrained_cfg, img_size, source.channels

@@ -233,9 +233,8 @@ def select_top_k(scores: Tensor, k: int) -> Tensor:
     kth = scores.topk(k, dim=0)[0][-1:]  # [1, B, N]
     larger = scores > kth
     equal = scores == kth
-    left = k - larger.sum(
-        0, keepdim=True, dtype=torch.int32
-    )  # how many of the equal scores are chosen
+    # The number of equal scores that are chosen.
+    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)
     return larger | (equal & (equal.cumsum(0, dtype=torch.int32) <= left))
 
 
