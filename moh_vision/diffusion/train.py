@@ -119,11 +119,14 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     optimizer = make_optimizer(trained, config.optim)
     if teacher:
         teacher = teacher.to(accelerator.device)
+    vae = None
+    if inputs.space:
+        vae = vars(inputs.space)
     metadata = dict(
         architecture=name,
         arguments=model_setup.arguments,
         classes=classes,
-        vae=inputs.space and vars(inputs.space),
+        vae=vae,
     )
 
     # ---------------------------------------------------------------- the loop
