@@ -98,7 +98,7 @@ def test_data_losses_and_scores(runs):
 def test_samples_are_scored_as_asked(runs):
     asked = f"--score digits --extractor {runs['cls']} --num-images 20 --steps 2 --batch-size 10".split()
     opened = moh_vision.open_run(runs["dit"], options=asked, scores=True)
-    assert opened.forward()[1] == 10
+    assert opened.make_forward()[1] == 10
     for reference in (None, "digits"):  # the training images, as while training
         by_config = moh_vision.open_run(runs["dit"])
         by_config.metadata["config"]["score"].update(

@@ -54,7 +54,7 @@ class SomeClasses(ClassificationTask):
     """A classifier in eval mode that chooses only among the classes `columns`."""
 
     def __init__(self, model: nn.Module, columns: list[int]):
-        super().__init__(model, 0.0)
+        super().__init__(model, balance_weight=0.0)
         self.columns = columns
 
     def forward(self, images):

@@ -14,7 +14,7 @@ from moh_vision.classification.labels import IMAGENET, open_labelled, refuse_oth
 from moh_vision.classification.scores import validate
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.errors import reason_of
-from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.io import RUN_CONFIG, run_of
 from moh_vision.common.progress import Progress
 from moh_vision.data.batches import (
     BadSamples,
@@ -33,7 +33,7 @@ from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weight_files import weights_file
-from moh_vision.models.weights import taken_for, to_validate
+from moh_vision.models.weights import advise_on_model_name, to_validate
 
 
 class OpenedClassifier(Opened):
@@ -41,17 +41,20 @@ class OpenedClassifier(Opened):
 
     kind = "classification"
     loss_name = "cross-entropy"
-    scored_on = "{c.data.root}, val split"
+    scored_on = "{c.data.root}, val split"  # a format string, see `Opened`
 
     def data(self, split: str) -> LabelledImages:
         if split not in self.splits:
             self.splits[split] = open_images(self.config, split, self.accelerator)
-            self._check_classes(self.splits[split])
+            self._match_classes(self.splits[split])
         transform = validation_transform(self.model.pretrained_cfg)
-        return LabelledImages(self.splits[split], transform, seed=0, replace=False)
+        return LabelledImages(self.splits[split], transform, seed=0, replace_unreadable=False)
 
-    def _check_classes(self, source) -> None:
-        """Number the images' classes as the classifier does; raise ValueError if they are other classes."""
+    def _match_classes(self, source) -> None:
+        """Renumber the classes of `source` in the classifier's order; raise ValueError if the classes differ.
+
+        Images with --labels keep their numbers, which are those of ImageNet.
+        """
         config = self.config
         classes = self.metadata["classes"]
         named = f"--checkpoint {config.checkpoint}"
@@ -60,9 +63,10 @@ class OpenedClassifier(Opened):
             return
         count = len(source.classes)
         if not classes and self.model.num_classes == count:
-            classes, assumed = assumed_order(config.checkpoint, source.classes)
-            say(f"--checkpoint: {assumed}")
-        match_classes(classes or source.classes, named, source, f"data.root {config.data.root}")
+            classes, remark = assumed_order(config.checkpoint, source.classes)
+            say(f"--checkpoint: {remark}")
+        if classes:
+            match_classes(classes, named, source, f"data.root {config.data.root}")
         if self.model.num_classes != count:
             raise ValueError(
                 f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {count}"
@@ -87,13 +91,15 @@ class OpenedClassifier(Opened):
 
     def scores(self) -> dict:
         images = self.data("val")
-        task = ClassificationTask(self.model.to(self.accelerator.device), 0.0)
+        task = ClassificationTask(self.model.to(self.accelerator.device), balance_weight=0.0)
         return validate(task, images, self.config.data, self.accelerator, Progress.over)[0]
 
-    def forward(self) -> tuple[Callable[[], Tensor], int]:
+    def make_forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
         indices = range(min(self.config.data.eval_batch_size, len(images.source)))
-        (batch,) = evaluation_loader(images, [list(indices)], 0, self._unreadable(images))
+        (batch,) = evaluation_loader(
+            images, [list(indices)], workers=0, bad=self._unreadable(images)
+        )
         batch = send_to_device(batch, self.accelerator.device)
 
         def forward() -> Tensor:
@@ -118,8 +124,8 @@ def open_run(
     saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
     """Open a classifier, see `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    # Not of a folder of publish or timm, which is opened whole, because its config.json is read, too.
-    ema_of_run = weights == "ema" and (run_of(path) / CONFIG).is_file()
+    # A folder of publish or timm is opened by its own path and not by a file in it, because its config.json is read too.
+    ema_of_run = weights == "ema" and (run_of(path) / RUN_CONFIG).is_file()
     file = path
     if weights == "model" or ema_of_run:
         file = str(weights_file(path, weights))
@@ -147,7 +153,7 @@ def open_with(
     )
     opened = OpenedClassifier(config, model, metadata, {split: source})
     opened.accelerator = accelerator
-    opened._check_classes(source)
+    opened._match_classes(source)
     return opened
 
 
@@ -174,7 +180,7 @@ BUDGETS = ("model.head_budget", "model.mlp_budget")
 def open_classifier(
     config: OpenedClsConfig, images: int = 1, **arguments
 ) -> tuple[nn.Module, dict]:
-    """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
+    """Open the classifier of --checkpoint, in eval mode; also return metadata as `to_validate` does, with img_size.
 
     A run, or a folder saved by timm or publish, brings its model: only the keys in BUDGETS may change it. Other weights
     need the configuration's `model` and `arguments`. `images` is the number of images, which limits a batch's size.
@@ -183,23 +189,25 @@ def open_classifier(
     data = config.data
     batch = min(data.eval_batch_size, images)
     check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
-    by_timm = (Path(path) / "config.json").is_file() and not (Path(path) / CONFIG).is_file()
+    by_timm = (Path(path) / "config.json").is_file() and not (Path(path) / RUN_CONFIG).is_file()
     if by_timm:
         name, saved_arguments, cfg = _saved_by_timm(path)
         model, metadata = to_validate(path, name, saved_arguments, data.img_size)
         if saved_arguments.get("router") == "dense":
-            name = saved_arguments.get("base") or name  # a dense ViT keeps timm's name
-        metadata.update(of_run=True, architecture=name.split(".")[0])
+            # The model is created as moh_vit. Messages show the name of timm's model, as the folder does.
+            name = saved_arguments.get("base") or name
+        metadata.update(brings_model=True, architecture=name.split(".")[0])
         metadata["classes"] = cfg["label_names"] or metadata["classes"]
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
-            data = replace(data, augment="imagenet")  # crop as the folder's pretrained_cfg says
+            # "imagenet" takes crop_pct and crop_mode from pretrained_cfg, see `EvalDataConfig.eval_options`.
+            data = replace(data, augment="imagenet")
     else:
         name = config.model.name
-        with taken_for(name):
+        with advise_on_model_name(name):
             asked_arguments = {**config.model.arguments(), **arguments}
             model, metadata = to_validate(path, name, asked_arguments, data.img_size)
-    if metadata["of_run"]:
+    if metadata["brings_model"]:
         for key in sorted(config.given):
             if key.partition(".")[0] == "model" and key not in BUDGETS:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """Train a classifier.   accelerate launch train_cls.py --config configs/cls/NAME.yaml [--key value ...]
 
-Installed: accelerate launch -m moh_vision.classification.train --config cls/NAME. The same command resumes; --help
-prints every key.
+Where only the package is installed: accelerate launch -m moh_vision.classification.train --config cls/NAME.
+The same command resumes the run; --help prints every key.
 """
 
 import json
@@ -39,12 +39,12 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.evaluation.accuracy import summary
-from moh_vision.models.class_names import assumed_order, places
+from moh_vision.models.class_names import assumed_order, indices_of
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.mae import mae_routers
-from moh_vision.models.pretrained import described
+from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 
@@ -62,10 +62,10 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     teacher.check_logits((channels, img_size, img_size), len(val.classes))
     teacher_classes = teacher.classes
     if teacher_classes is None:
-        teacher_classes, assumed = assumed_order(name, val.classes)
-        say(f"distill.teacher: {assumed}")
+        teacher_classes, remark = assumed_order(name, val.classes)
+        say(f"distill.teacher: {remark}")
     if teacher_classes != val.classes:
-        teacher.order = places(val.classes, teacher_classes)
+        teacher.order = indices_of(val.classes, within=teacher_classes)
     return teacher
 
 
@@ -75,7 +75,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     data = config.data
 
     # ---------------------------------------------------------------- data
-    name, arguments = described(config, "classification", config.fresh)
+    name, arguments = name_and_arguments(config, "classification", config.fresh)
     with accelerator.main_process_first():
         source, val = open_splits(data.root, open_stream(data, config.given, accelerator))
     record = DataRecord(data.root, config.allow_change, train=source, val=val)
@@ -83,15 +83,16 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     batch_size = config.optim.batch_size
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(data.root, source, stop, batch_size, val))
-    splits.say_transparent(f"data.root {data.root}", dict(train=source, val=val), say)
+    splits.warn_of_transparent_pixels(f"data.root {data.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", data.img_size, source.channels, setup.micro_batch)
 
-    # ---------------------------------------------------------------- lock the folder; model and teacher
-    span = setup.find_checkpoint(stop)
+    # ---------------------------------------------------------------- steps to do; model and teacher
+    span = setup.lock_and_find_steps(stop)
     from_data = dict(in_chans=source.channels, num_classes=len(source.classes))
     if data.img_size or source.img_size:
         from_data["img_size"] = data.img_size or source.img_size
-    arguments |= config.model.decided(**from_data)
+    config.model.refuse_other(**from_data)
+    arguments |= from_data
     model_setup = set_up_model(
         config, "classification", name, arguments, source.classes, span.checkpoint, say
     )
@@ -106,7 +107,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         group=data.shuffle_shards,
         seed=config.seed,
         repeats=data.repeats,
-        **setup.portion(span),
+        **setup.sampler_arguments(span),  # batch_size, accumulation, rank, world, start, stop
     )
     to_tensor, val_to_tensor = classification_transforms(
         data, model.pretrained_cfg, img_size, source.channels
@@ -114,7 +115,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     if config.calibrate_images and not span.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
         calibration = LabelledImages(source, val_to_tensor, config.seed)
-        calibration_batches = evaluation_loader(calibration, slices, 0)
+        calibration_batches = evaluation_loader(calibration, slices, workers=0)
         share_strongest_heads(model, (batch["images"] for batch in calibration_batches))
     teacher = None
     frozen = {}
@@ -123,10 +124,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             teacher = open_teacher(config, model, val, img_size)
         frozen["distill.teacher"] = (config.distill.teacher, teacher.sha256)
 
-    # ---------------------------------------------------------------- from here on the folder is the run's
+    # ---------------------------------------------------------------- open the folder, which is first written here
     records = [record, FrozenRecord(config.allow_change, frozen)]
     folder = setup.open_folder(span, records, model_setup.description)
-    if config.dry_run:
+    if config.dry_run:  # nothing was written
         return
 
     # ---------------------------------------------------------------- task, optimiser, schedule
@@ -144,8 +145,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         teacher.to(accelerator.device, memory_format=memory_format)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), data.max_bad_fraction)
-    best = None  # validated only at the end, a run has no best weights besides the last ones
-    if config.eval_every:
+    best = None
+    if config.eval_every:  # else there is a single validation, at the end
         best = Best("top1")
 
     # ---------------------------------------------------------------- the loop
@@ -177,7 +178,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         best=best,
         unreadable=unreadable,
     ) as loop:
-        evaluation = Evaluation(loop, LabelledImages(val, val_to_tensor, seed=0, replace=False))
+        evaluation = Evaluation(
+            loop, LabelledImages(val, val_to_tensor, seed=0, replace_unreadable=False)
+        )
         loader = training_loader(images, sampler, data.workers, unreadable, mixing, on_device)
         batches = iter(loader)
         if config.estimate:
@@ -185,11 +188,11 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             return
         for step in loop.steps():
             loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)
-            if loop.logs():
+            if loop.step_is_logged():
                 values = loop.averages()
                 accuracy = f"acc {100 * values['batch_accuracy']:.0f} %"
                 loop.metrics(values, f"loss {values['loss']:.4f}, {accuracy}")
-            # Validate before saving, so that the checkpoint of this step has the result. `finish` validates the last step.
+            # Validate before saving, so that the checkpoint of this step has the scores. The last step is left to `finish`.
             if loop.due(config.eval_every) and loop.done < span.stop:
                 evaluation.judge()
             loop.save()
@@ -197,12 +200,12 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             evaluation.finish(name)
 
 
-# What results.json keeps of the scores of the worse weights and of each share; there may be no top5.
+# Scores that results.json has of the worse weights, and at each share of heads. Few classes give no top5.
 SCORES = ("top1", "top5", "loss")
 
 
 class Evaluation:
-    """Validates a run: its EMA weights if it has any, else its model. The end of the run validates both."""
+    """Validates a run: its EMA weights if it has any, else its model; after the last step both."""
 
     def __init__(self, loop: TrainingLoop, images: LabelledImages):
         self.loop = loop
@@ -217,7 +220,7 @@ class Evaluation:
         self.weights = weights
         if weights == "ema":
             self.model = self.loop.ema.module
-            self.task = ClassificationTask(self.model, 0.0)
+            self.task = ClassificationTask(self.model, balance_weight=0.0)
         else:
             self.model = self.loop.model
             self.task = self.loop.task
@@ -232,7 +235,7 @@ class Evaluation:
     def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """Validate; log the scores, and keep the weights if they are the best so far."""
         validated = self.validate()
-        self.log(validated[0])
+        self.log_and_keep_best(validated[0])
         return validated
 
     def judge_better(self) -> tuple[tuple[dict, HeadLoad, torch.Tensor], dict]:
@@ -253,9 +256,9 @@ class Evaluation:
             better = "model"
             worse = "ema"
         self.select_weights(better)
-        self.log(by_weights[better][0])
+        self.log_and_keep_best(by_weights[better][0])
         worse_scores = by_weights[worse][0]
-        named = dict(ema=loop.averaged, model="the last weights")
+        named = dict(ema=loop.ema_name, model="the last weights")
         loop.log.say(
             f"{named[worse]}: {summary(worse_scores)}; results.json and the commands that open the run "
             f"take {better}.safetensors"
@@ -263,18 +266,18 @@ class Evaluation:
         kept = {key: worse_scores[key] for key in SCORES if key in worse_scores}
         return by_weights[better], {f"{worse}_weights": kept}
 
-    def log(self, scores: dict) -> None:
+    def log_and_keep_best(self, scores: dict) -> None:
         """Log the scores, and keep the weights if they are the best so far."""
         loop = self.loop
         if loop.best:
             loop.judge(scores, self.model)
         show = f"validation after {loop.done} steps: {summary(scores)}"
         if self.weights == "ema":
-            show = f"{show} ({loop.averaged})"
+            show = f"{show} ({loop.ema_name})"
         loop.event({"validation": scores, "weights": self.weights}, show)
 
     def finish(self, name: str) -> None:
-        """Validate the last weights; write results.json, confusion.json and head_load.json."""
+        """Validate the last weights, and the EMA if there is one; write results.json, confusion.json and head_load.json."""
         loop = self.loop
         classes = self.images.source.classes
         worse: dict = {}
@@ -283,10 +286,10 @@ class Evaluation:
         else:
             scores, load, predictions = self.judge()
         if loop.elastic:
-            scores["by_share"], first_load = self.score_shares(scores)
-            # At the largest share all heads may run: then no router has a choice.
+            scores["by_share"], load_at_smallest = self.score_shares(scores)
+            # `load` is of the largest share. If all heads run there, no router chooses, and the load tells nothing.
             if not load.choosing():
-                load = first_load
+                load = load_at_smallest
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
         best: dict = {}
@@ -295,8 +298,8 @@ class Evaluation:
         loop.write_results(dict(scores, weights=self.weights, **worse, **best))
         loop.log.say(class_table(scores["top1_by_class"]))
         if best:
-            weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
-            loop.log.say(f"best of the validations: {weights}, {loop.folder / BEST}")
+            said = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
+            loop.log.say(f"best of the validations: {said}, {loop.folder / BEST}")
         if not loop.accelerator.is_main_process:
             return
         # counts: rows [class, predicted class, number of images].
@@ -319,29 +322,31 @@ class Evaluation:
         """Score an elastic model at its smallest, middle and largest share, and print the scores.
 
         Args:
-            scores: those of the largest share, which was validated before.
+            scores: scores at the largest share, which are known already.
 
         Returns:
-            by_share: some scores of each share, for results.json.
-            load: the use of heads at the smallest share.
+            by_share: some scores at each share, for results.json.
+            load: the head load at the smallest share.
         """
         loop = self.loop
-        loads = []
+        loads = []  # at the smallest share, then at the middle one
 
         def score() -> dict:
             share_scores, load, _ = self.validate()
             loads.append(load)
             return share_scores
 
-        by_share = loop.elastic.by_share(self.model, score, scores)
+        scores_by_share = loop.elastic.by_share(self.model, score, scores)
         loop.log.say(
-            "\n".join(f"with a share of {share}: {summary(by_share[share])}" for share in by_share)
+            "\n".join(
+                f"with a share of {share}: {summary(s)}" for share, s in scores_by_share.items()
+            )
         )
         shares = ("active_share", "active_groups_share")
         kept = [name for name in (*SCORES, *shares) if name in scores]
         table = {
             share: {name: share_scores[name] for name in kept}
-            for share, share_scores in by_share.items()
+            for share, share_scores in scores_by_share.items()
         }
         return table, loads[0]
 

@@ -49,7 +49,7 @@ def report(config: ValidateConfig, accelerator) -> None:
         split = config.labels
         shown_split = f"labels {split}"
     else:
-        task = ClassificationTask(opened.model, 0.0)
+        task = ClassificationTask(opened.model, balance_weight=0.0)
         split = "val"
         shown_split = split
     os.environ.setdefault(BUILD, "auto")  # on a CPU, build the operators if they are missing

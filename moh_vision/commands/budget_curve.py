@@ -40,7 +40,7 @@ from moh_vision.opening import kind_of, open_run
 REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
-VISIT = 0.1  # least seconds that a model is timed in a round
+VISIT = 0.1  # in a round a model is timed for at least so many seconds
 # The score that is drawn is the first of these that all runs have.
 DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")
 
@@ -102,7 +102,7 @@ def measure(
 
     All budgets are checked before the first model is scored.
     """
-    passes = [run.forward() for run in opened]  # this also opens the data for the scores
+    passes = [run.make_forward() for run in opened]  # this also opens the data for the scores
     budgets = []
     for name, run in zip(names, opened):
         try:

@@ -40,11 +40,13 @@ SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # Keys of timm's configuration that say how images are preprocessed.
 PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-TOLERANCE = 1e-4  # largest difference over the largest output; float32 rounds to about 1e-6 of it
-# Where two heads of a token tie, rounding may choose the other one in the exported file. With other inputs this is
-# unlikely to happen again.
+TOLERANCE = 1e-4  # of the largest difference divided by the largest output; rounding in float32 gives about 1e-6
+# Where two heads of a token tie, the exported file may choose the other head, by rounding. This is unlikely to happen
+# again with other inputs.
 TRIES = 2
-Run = Callable[[dict[str, Tensor]], Tensor]  # runs a file: inputs by name -> output
+RunFile = Callable[
+    [dict[str, Tensor]], Tensor
+]  # a function that runs a file: inputs by name -> output
 
 
 class Classifier(nn.Module):
@@ -96,7 +98,7 @@ def export(
     form: str,
     batch: int | None = None,
     metadata: dict | None = None,
-) -> Run:
+) -> RunFile:
     """Write a module on the CPU; return a function that runs the file.
 
     Args:
@@ -107,6 +109,7 @@ def export(
         metadata: values by key, for an ONNX file's metadata_props or a .pt2's metadata.json. Strings are written as they
             are, other values as JSON.
     """
+    # Not 1 where any batch size is allowed: torch.export takes a size of 1 for a constant.
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
     texts = {}
     for key, value in (metadata or {}).items():
@@ -122,7 +125,7 @@ def _export_program(
     file: Path,
     any_batch: bool,
     metadata: dict[str, str],
-) -> Run:
+) -> RunFile:
     """Write a .pt2 file, see `export`; return a function that runs the file.
 
     Args:
@@ -147,7 +150,7 @@ def _export_onnx(
     file: Path,
     any_batch: bool,
     metadata: dict[str, str],
-) -> Run:
+) -> RunFile:
     """Write an ONNX file, with `metadata` in its metadata_props; see `_export_program`."""
     import onnxruntime
 
@@ -158,7 +161,7 @@ def _export_onnx(
     program = torch.onnx.export(module, kwargs=inputs, dynamic_shapes=dims, **names, verbose=False)
     program.model.metadata_props.update(metadata)
     for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # they have paths of this machine
+        node.metadata_props.clear()  # the properties contain paths of this machine
     program.save(file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
 
@@ -181,7 +184,12 @@ def cases_of(
 
 
 def open_source(source: str, checkpoint: str | None) -> Opened:
-    """Open a run, one of its files or a published folder; or a registered model by name, with weights or published ones."""
+    """Open what is exported.
+
+    Args:
+        source: a run, one of its files, a published folder, or the name of a registered model.
+        checkpoint: weights for a registered model; None: its published ones.
+    """
     path = Path(source)
     name = None
     if not path.exists():
@@ -204,7 +212,7 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
 
 
 def fix_heads(model: nn.Module, file: str) -> None:
-    """Keep only the heads of each layer that ran most by a head load file, as many as a token runs."""
+    """Keep in each layer, of K active heads, the K that ran most according to a head load file; remove the others."""
     load = HeadLoad.read(Path(file))
     layers = attention_layers(model)
     # Routed MLPs are counted too: every image goes on to choose their groups.
@@ -214,10 +222,11 @@ def fix_heads(model: nn.Module, file: str) -> None:
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
         raise ValueError(f"{file} counts (all, shared) heads {counted}, which are not the model's")
     runs = load.runs()
-    shares = [runs[n][:, :-1].sum(0) for n in of_attention]
+    # The last column counts all tokens.
+    counts = [runs[n][:, :-1].sum(0) for n in of_attention]
     kept = [
-        busiest(share, layer.budget.shared, layer.budget.active)
-        for share, layer in zip(shares, layers)
+        busiest(count, layer.budget.shared, layer.budget.active)
+        for count, layer in zip(counts, layers)
     ]
     try:
         keep_heads(model, kept)
@@ -276,7 +285,9 @@ def write(
         file = Path(folder) / output.name
         with contextlib.ExitStack() as quiet:  # hides torch's messages for developers
             quiet.enter_context(warnings.catch_warnings(action="ignore"))
-            quiet.callback(logging.disable, logging.root.manager.disable)
+            quiet.callback(
+                logging.disable, logging.root.manager.disable
+            )  # restores the present level
             logging.disable(logging.WARNING)
             try:
                 run = export(module, file, form, batch, metadata)
@@ -285,12 +296,13 @@ def write(
                     f"{metadata['architecture']} cannot be exported: {reason_of(error)}"
                 ) from None
         errors = []
-        for some in cases:
+        for batches in cases:
             errors_and_sizes = []
-            for inputs, expected in some:
+            for inputs, expected in batches:
                 difference = (run(inputs) - expected).abs().max()
                 errors_and_sizes.append((difference, expected.abs().max()))
-            error, largest = torch.tensor(errors_and_sizes).amax(0).tolist()  # NaN stays NaN
+            # amax returns NaN if there is one, and NaN fails the comparison below.
+            error, largest = torch.tensor(errors_and_sizes).amax(0).tolist()
             errors.append(f"{error:.1e}")
             if error <= TOLERANCE * largest:
                 break
@@ -349,7 +361,9 @@ def work(options) -> None:
         raise ValueError(
             f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}"
         )
-    refuse_output("--output", f"{output}.data")
+    refuse_output(
+        "--output", f"{output}.data"
+    )  # where ONNX puts large weights; the command checks `output` itself
     if form == "onnx":
         for name in PACKAGES:
             import_module(name)  # a missing package fails before the work
@@ -378,7 +392,8 @@ def work(options) -> None:
         module = Denoiser(model)
     cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
     say(f"{opened.metadata['weights']} ({metadata['architecture']})")
-    say(heads_text(model, heads, gather_heads(model)))
+    computed = gather_heads(model)  # changes the model
+    say(heads_text(model, heads, computed))
     if text := groups_text(model):
         say(text)
     write(module, output, form, options.batch, metadata, cases)

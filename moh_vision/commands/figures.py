@@ -12,38 +12,48 @@ import matplotlib
 from moh_vision.common.io import write_whole
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # after the backend is chosen
+from matplotlib import pyplot as plt  # import it after the backend is chosen
+
+# A legend with longer names or more lines is drawn below the axes. Widths are in characters of its font of size 8.
+LONGEST_INSIDE = 44
+MOST_INSIDE = 12
+ONE_COLUMN = 6  # up to so many lines a legend inside the axes has one column
+PER_INCH = 13  # characters of an inch
+MARKER = 8  # width of a line's sample and the gap to the next column
+LINE_HEIGHT = 0.15  # inches
+MARGIN = 0.3  # inches
 
 
 class Line(NamedTuple):
     """A line of a figure, with one value per run at each x."""
 
     name: str
-    values: dict[float, list[float]]  # x -> the values of the runs
+    by_x: dict[float, list[float]]  # x -> the values of the runs
     colour: Any = None  # None: the next colour of matplotlib's cycle
     dotted: bool = False
 
     def numbers(self) -> dict:
         """Return what the JSON says of the line; std is None where x has a single value."""
-        values_of_runs = list(self.values.values())
-        deviations = [
-            statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs
-        ]
+        means = []
+        deviations = []
+        for values in self.by_x.values():
+            means.append(statistics.mean(values))
+            deviations.append(statistics.stdev(values) if len(values) > 1 else None)
         return dict(
             name=self.name,
-            x=list(self.values),
-            mean=[statistics.mean(values) for values in values_of_runs],
+            x=list(self.by_x),
+            mean=means,
             std=deviations,
-            runs=[len(values) for values in values_of_runs],
+            runs=[len(values) for values in self.by_x.values()],
         )
 
 
 def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
-    """Make one line per name from points (name, x, value) in any order; `look` are further fields of every `Line`."""
+    """Make one line per name from points (name, x, value) in any order; `look` sets colour or dotted of every `Line`."""
     by_name: dict[str, dict[float, list[float]]] = {}
     for name, x, value in points:
         by_name.setdefault(name, {}).setdefault(x, []).append(value)
-    return [Line(name, dict(sorted(values.items())), **look) for name, values in by_name.items()]
+    return [Line(name, dict(sorted(by_x.items())), **look) for name, by_x in by_name.items()]
 
 
 def draw_lines(lines: Sequence[Line], x: str, y: str):
@@ -77,19 +87,20 @@ def add_legend(figure, axes) -> None:
     """Draw the legend inside the axes, or below them, with a taller figure, if it would hide lines."""
     handles, names = axes.get_legend_handles_labels()
     longest = max(map(len, names))
-    if longest <= 44 and len(names) <= 12:
-        axes.legend(fontsize=8, ncols=1 if len(names) < 7 else 2)
+    if longest <= LONGEST_INSIDE and len(names) <= MOST_INSIDE:
+        axes.legend(fontsize=8, ncols=1 if len(names) <= ONE_COLUMN else 2)
         return
-    width = int(13 * figure.get_figwidth())  # characters
+    width = int(PER_INCH * figure.get_figwidth())
+    # Not at hyphens: names contain options and model names, which are to stay whole.
     names = [textwrap.fill(name, width, break_on_hyphens=False) for name in names]
-    columns = max(1, width // (longest + 8))
+    columns = max(1, width // (longest + MARKER))
     lines = "\n".join(names).count("\n") + 1
-    figure.set_figheight(figure.get_figheight() + 0.15 * lines / columns + 0.3)
+    figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * lines / columns + MARGIN)
     figure.legend(handles, names, fontsize=8, ncols=columns, loc="outside lower left")
 
 
 def numbers_path(path: Path) -> Path:
-    """Return NAME.json for NAME.png, or NAME.png.json if NAME.json exists."""
+    """Return NAME.json for NAME.png, or NAME.png.json if NAME.json exists, such as the head_load.json that is drawn."""
     plain = path.with_suffix(".json")
     if plain.exists():
         return Path(f"{path}.json")

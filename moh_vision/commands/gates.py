@@ -47,7 +47,7 @@ def figure(options) -> Drawn:
             seed = run.config.get("seed")
             if gates["layers"]:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
-            del gates["columns"]  # for `gate_text` alone
+            del gates["columns"]  # only `gate_text` needs them
             scores = {
                 key: value
                 for key, value in run.scores.items()

@@ -27,6 +27,10 @@ from moh_vision.models.head_load import FILE, PARTS, HeadLoad
 
 SHOWN = 3  # panels of bars, unless --groups names groups
 NAME = 0.15  # inches that a head's number or a group's name takes
+# Largest size of a map, and the part of its width that is no map, in inches.
+WIDEST = 20.0
+TALLEST = 16.0
+SIDES = 2.2
 ALWAYS = "0.75"  # grey, for heads that every token runs
 
 
@@ -131,14 +135,14 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     timesteps keep their order.
     """
     choosing = [layer for layer in layers if layer in load.choosing()]
-    numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= 20 - 2.2
+    numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= WIDEST - SIDES
     first = [0] * len(layers)  # of each layer, the first head that is drawn
     if choosing and not numbered:
         layers = choosing
         first = [load.layers[layer]["shared"] for layer in layers]
     share_of_layer = load.share(by)
     shares = [share_of_layer[layer][groups, start:] for layer, start in zip(layers, first)]
-    height = min(max(2.8, 1.5 + 0.24 * len(groups)), 16.0)  # inches
+    height = min(max(2.8, 1.5 + 0.24 * len(groups)), TALLEST)
     nth = math.ceil(NAME * len(groups) / (height - 1.3))
     label = by
     if nth > 1 and by != "timestep":
@@ -163,8 +167,9 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     grid = np.hstack(cells)[:, :-1]
     titles = layer_names(load, layers)
     wordy = max(map(len, titles)) > 3
-    width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
-    figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
+    width = min(max(6.0, SIDES + 0.2 * grid.shape[1]), WIDEST)
+    # Slanted names of layers need an inch more.
+    figure, axes = plt.subplots(figsize=(width, min(height + wordy, TALLEST)), layout="constrained")
     # Gaps are white, heads that every token runs are grey.
     colours = plt.get_cmap("viridis").with_extremes(bad="white", under=ALWAYS)
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -248,7 +253,7 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         loads[budget["name"]] = dict(
             percent=rounded(percent, 3), heads=(budget["shared"] + order).tolist()
         )
-    for heads in sorted({len(line.values) for line in lines}):
+    for heads in sorted({len(line.by_x) for line in lines}):
         equal = [100 / heads]
         lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
     figure = draw_lines(

@@ -40,16 +40,16 @@ def as_seen(image: Tensor, cfg: dict) -> np.ndarray:
 
 
 def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
-    """Return the predicted class of an image with its circumstances, and a title.
+    """Classify an image; return what the JSON says of it, and the figure's title.
 
-    If the folder of the image has the name of a class, that is taken for the true class.
+    If the name of the image's folder is that of a class, this is taken for the true class.
     """
     model = opened.model
     metadata = opened.metadata
     names = class_names(metadata["classes"], model.num_classes)
     folder = composed(Path(file).absolute().parent.name)
     run = Path(metadata["weights"])
-    if metadata["of_run"]:
+    if metadata["brings_model"]:
         run = run_of(metadata["weights"]).resolve()
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)
@@ -81,7 +81,7 @@ class PatchHeads(NamedTuple):
 
 
 def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int, int, int]:
-    """Return how many class and register tokens a layer has, and its rows and columns of patches.
+    """Return three numbers of a layer: its class and register tokens, its rows of patches and its columns.
 
     size: height and width of the image.
     """

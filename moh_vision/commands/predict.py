@@ -51,7 +51,7 @@ class NamedBadSamples(BadSamples):
 
 
 def image_files(paths: Sequence[str]) -> list[str]:
-    """Return the files in `paths`, and in place of a folder all images below it, sorted."""
+    """Return the files in `paths`; each folder is replaced by all images below it, sorted."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -71,7 +71,7 @@ def image_files(paths: Sequence[str]) -> list[str]:
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
-    """Return the names of a classifier's `count` classes, with words in place of ImageNet's synsets.
+    """Return the names of a classifier's `count` classes. ImageNet's synsets are replaced by words.
 
     If the classifier does not name its classes, 1,000 classes are taken for ImageNet's.
     """
@@ -131,9 +131,10 @@ def work(options) -> None:
     # On stderr, so that stdout has nothing but the rows.
     print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
-    slices = rank_slice(len(files), 0, 1, opened.config.data.eval_batch_size)
+    batch_size = opened.config.data.eval_batch_size
+    slices = rank_slice(len(files), rank=0, world=1, batch_size=batch_size)
     transform = validation_transform(model.pretrained_cfg)
-    images = LabelledImages(Files(files), transform, seed=0, replace=False)
+    images = LabelledImages(Files(files), transform, seed=0, replace_unreadable=False)
     workers = 0  # for a single batch it does not pay to start worker processes
     if len(slices) > 1:
         workers = opened.config.data.workers
@@ -144,7 +145,7 @@ def work(options) -> None:
         predictions.append(dict(image=files[number], classes=classes))
         shown = " | ".join(f"{100 * probability:.2f} % {name}" for name, probability in classes)
         is_read = say(f"{files[number]}: {shown}")
-        # Stop where nobody reads stdout any more, as behind `| head`, and no file is to be written.
+        # Stop if nobody reads stdout any more, as after `| head`, and no file is to be written.
         if not is_read and not options.output:
             return
     if options.output:

@@ -186,7 +186,9 @@ def license_of_weights(run: ScoredRun) -> str | None:
     """Return the license of the weights that a run started from, if timm's registry has them."""
     source = str(run.config.get("model.pretrained") or run.config.get("init_from"))
     cfg = get_pretrained_cfg(source.removeprefix("hf-hub:timm/"), allow_unregistered=True)
-    return cfg and cfg.license
+    if cfg is None:
+        return None
+    return cfg.license
 
 
 def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
@@ -405,7 +407,7 @@ def data_of(run: ScoredRun) -> str:
 
 
 def without_paths(text: str) -> str:
-    """Shorten absolute paths to their last part, because they show names of users and folders."""
+    """Shorten absolute paths to their last part, because paths show names of users and folders."""
     return re.sub(r"(?<![\w.:/<~-])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 

@@ -203,7 +203,7 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             dense += names
     for name, run in runs.items():
         file = run.folder / FILE
-        # Nothing is to be counted in a dense model, nor in one of MAE, whose runs have gates.json.
+        # A dense model and MAE's models, whose runs have gates.json, run every head: there is no load to count.
         every_head_runs = name in dense or (run.folder / "gates.json").is_file()
         if file.is_file():
             load = HeadLoad.read(file)
@@ -304,7 +304,7 @@ def translations(runs: Named) -> Section:
         config = runs[name].config
         results = runs[name].json("results.json")
         left_out = results.get("left_out")
-        # Line i of the translations belongs to line i of the data only if no pair was left out, as far as is recorded.
+        # Line i of the translations belongs to line i of the data only if the results say that no pair was left out.
         whole = bool(left_out) and not any(left_out.values())
         text = [config.get(f"data.{key}") for key in ("root", "source", "target")]
         lines = text_of(file).split("\n")[:-1]

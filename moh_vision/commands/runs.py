@@ -56,7 +56,7 @@ COLUMNS = {  # in the order of a table
 }
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
-FEW = 10  # classes: with up to so many, top-5 says little
+FEW = 10  # most classes for which top-5 is left out, because it says little
 # Keys of a line in environment.jsonl.
 STARTED = ("device", "cores", "processes", "versions", "commit", "command")
 # Keys or sections of a configuration that change neither weights nor scores. `score` is one of them because a file of
@@ -158,7 +158,7 @@ def text_of(file: Path) -> str:
 
 
 def read_json(file: Path, text: str | None = None) -> dict:
-    """Read the mapping in a JSON or YAML file, or in `text`, which is a line of it."""
+    """Read the mapping in a JSON or YAML file; if `text` is given, it is a line of the file, and is read instead."""
     if text is None:
         text = text_of(file)
     return mapping(file, load_as(file, text))
@@ -172,9 +172,9 @@ def mapping(file: Path, tree: Any) -> dict:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """Read the lines of a .jsonl file, except a last one without newline; no lines if the file does not exist.
+    """Read the lines of a .jsonl file; return an empty list if the file does not exist.
 
-    Such a line may still be being written.
+    A last line without a newline is left out, because a run may still be writing it.
     """
     if not file.is_file():
         return []

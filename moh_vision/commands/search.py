@@ -174,7 +174,9 @@ def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_b
     """
     for budget in budgets:
         for key in (f"model.{budget}", budget):
-            if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
+            if key in getattr(opened.config, "given", ()) and opened.metadata.get(
+                "brings_model", True
+            ):
                 parts = "heads" if budget == "head_budget" else "groups"
                 raise ValueError(f"{key} has no effect: {option} says how many {parts} run")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision; pyproject.toml reads it from here
-CONFIG = "config.yaml"  # a run's configuration
+RUN_CONFIG = "config.yaml"  # a run's configuration
 LOCK = ".lock"
 # Matches what DDP ("module.") and torch.compile ("_orig_mod.") add to names of tensors: prefixes in any order, and
 # inside the name the "_orig_mod." of a compiled block.
@@ -55,7 +55,7 @@ def run_of(path: str | Path) -> Path:
 def step_of(folder: Path) -> int | None:
     """Return N if a folder is the checkpoint RUN/checkpoints/step_N of a run, else None."""
     match = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
-    if not match or not Path(match[1], CONFIG).is_file():
+    if not match or not Path(match[1], RUN_CONFIG).is_file():
         return None
     return int(match[2])
 

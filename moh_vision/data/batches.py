@@ -77,16 +77,18 @@ def image_transform(
 class LabelledImages(Dataset):
     """Data set that maps (position, sample index) to dict(images, labels, position, bad).
 
-    Augmentation depends on (seed, position) alone. In place of a sample that cannot be decoded comes the next sample of
-    the source, with the label of that one; without `replace`, as in validation, the item has neither images nor labels.
-    `bad` holds a `BadSample` for each sample that was passed over.
+    Augmentation depends on (seed, position) alone. A sample that cannot be decoded is replaced by the next sample of the
+    source and its label. Without `replace_unreadable`, as in validation, the item then has neither images nor labels.
+    `bad` holds a `BadSample` for each sample that could not be decoded.
     """
 
-    def __init__(self, source: Source, transform: Callable, seed: int, replace: bool = True):
+    def __init__(
+        self, source: Source, transform: Callable, seed: int, replace_unreadable: bool = True
+    ):
         self.source = source
         self.transform = transform
         self.seed = seed
-        self.replace = replace
+        self.replace_unreadable = replace_unreadable
 
     def __getitem__(self, item: tuple[int, int]) -> dict:
         position, index = item
@@ -105,7 +107,7 @@ class LabelledImages(Dataset):
     def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
         """Return the item of a position, made from the first of `samples` that can be decoded."""
         bad = []
-        tries = MAX_BAD_IN_A_ROW if self.replace else 1
+        tries = MAX_BAD_IN_A_ROW if self.replace_unreadable else 1
         for sample in itertools.islice(samples, tries):
             if isinstance(sample, BadSample):
                 bad.append(sample)
@@ -179,7 +181,7 @@ class Loader:
         **options,
     ):
         self.bad = bad or BadSamples(len(images.source))
-        self.refuses_gaps = images.replace
+        self.refuses_gaps = images.replace_unreadable
         self.prepare = prepare
         self.loader = DataLoader(
             num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options

@@ -162,8 +162,8 @@ def in_short(
     return "\n".join([first, *dict.fromkeys(remarks)])
 
 
-def say_transparent(named: str, sources: dict[str, Source], say: Callable) -> None:
-    """Say for each split (name -> source) how many of `LOOKED_AT` images have transparent pixels."""
+def warn_of_transparent_pixels(named: str, sources: dict[str, Source], say: Callable) -> None:
+    """Look at up to LOOKED_AT images of each split (name -> source), and warn if some have transparent pixels."""
     for split, source in sources.items():
         if not isinstance(source, (ImageFolder, Shards, HubDataset)):
             continue

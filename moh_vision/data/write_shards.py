@@ -41,7 +41,7 @@ from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
-from moh_vision.data.splits import match_classes, of_classes, say_transparent
+from moh_vision.data.splits import match_classes, of_classes, warn_of_transparent_pixels
 
 KEPT = "shards"  # what an interrupted command finds again
 # Formats of the files that an image folder may have, and their endings in shards.
@@ -99,7 +99,7 @@ def work(options: Namespace) -> None:
     for images in splits.values():
         _refuse_names(images)
     if options.size is not None:  # images are encoded again, which drops alpha
-        say_transparent(f"--in {options.source}", splits, say)
+        warn_of_transparent_pixels(f"--in {options.source}", splits, say)
     sources = list(splits.values())  # of "train" and "val", or of one of them
     match_classes(sources[0].classes, "train", sources[-1], f"--in {options.source}")
     classes = "".join(f"{label}\n" for label in sources[-1].classes)

@@ -109,7 +109,8 @@ class PixelInputs:
         The seed is 0, so sample i always has the same timestep and noise. No label is dropped.
         """
         slices = evenly_spread(len(self.source), count)
-        for batch in evaluation_loader(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
+        images = self.dataset(seed=0, draw=objective.draw, label_drop=0.0)
+        for batch in evaluation_loader(images, slices, workers=0, bad=bad):
             batch = self.encoded_on_cpu(batch, accelerator)
             noisy = objective.add_noise(batch["images"], batch["noise"], batch["timesteps"])
             yield noisy, batch["timesteps"], batch["labels"]

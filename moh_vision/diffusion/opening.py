@@ -24,7 +24,7 @@ from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.ranks import say
 
-# Keys of sample.py for outputs, which scores of an opened model do not write.
+# Options of sample.py that write files. `OpenedDiffusion.scores` writes none.
 KEPT = (
     "out",
     "grid",
@@ -44,7 +44,7 @@ class OpenedDiffusion(Opened):
 
     kind = "diffusion"
     loss_name = "diffusion loss at fixed timesteps and noise"
-    scored_on = (
+    scored_on = (  # a format string, see `Opened`
         "{c.num_images} samples, {c.sampler} {c.steps} steps, {c.guidance}; reference {c.score}"
     )
 
@@ -78,7 +78,10 @@ class OpenedDiffusion(Opened):
         trained = None
         if self.metadata["vae"]:
             trained = LatentSpace(**self.metadata["vae"])
-        if (trained and trained.sha256) != (inputs.space and inputs.space.sha256):
+        # The sha256 of the VAE; None for pixels.
+        vae_of_model = trained and trained.sha256
+        vae_of_data = inputs.space and inputs.space.sha256
+        if vae_of_model != vae_of_data:
             raise ValueError(
                 f"data.root {data.root}: latents of the VAE {inputs.space}, {path} was trained on those of {trained}"
             )
@@ -86,10 +89,10 @@ class OpenedDiffusion(Opened):
         return inputs
 
     def data(self, split: str) -> Any:
-        # Read the objective before opening data: it refuses weights that are not of a run.
+        # Read `objective` before opening data: it raises ValueError for weights that are not of a run.
         draw = self.objective.draw
         # Seed 0: image i always has the timestep and noise of (0, i). No label is dropped.
-        return self.opened_inputs(split).dataset(0, draw, 0.0)
+        return self.opened_inputs(split).dataset(seed=0, draw=draw, label_drop=0.0)
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         images = self.data("train")
@@ -106,7 +109,8 @@ class OpenedDiffusion(Opened):
 
     def loss(self, batch: dict) -> Tensor:
         device = self.accelerator.device
-        task = DiffusionTask(self.model, 0.0, self.objective).to(device).eval()
+        task = DiffusionTask(self.model, balance_weight=0.0, diffusion=self.objective)
+        task.to(device).eval()
         with self.accelerator.autocast():
             return task(**send_to_device(batch, device))["task_loss"]
 
@@ -126,7 +130,7 @@ class OpenedDiffusion(Opened):
         return drawing
 
     def scores(self) -> dict[str, Any]:
-        """Draw samples and score them; their noise is the same whatever the head budget."""
+        """Draw samples and score them. The samples begin from the same noise at every head budget."""
         drawing = self.drawing
         config = drawing.config
         with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +142,7 @@ class OpenedDiffusion(Opened):
                 scores[key] *= 100  # percent, as in tables
         return scores
 
-    def forward(self) -> tuple[Callable[[], Any], int]:
+    def make_forward(self) -> tuple[Callable[[], Any], int]:
         count = min(self.drawing.config.batch_size, self.drawing.config.num_images)
         return self.drawing.one_pass(count), count
 
@@ -195,7 +199,7 @@ def open_run(
 def parse_scored(
     path: str, options: Sequence[str], command: str, saved: SavedConfig | None
 ) -> SampleConfig:
-    """Parse options of sample.py, of which --score is needed; refuse options that keep the samples."""
+    """Parse options of sample.py. Raise ValueError if --score is missing, or if an option of KEPT is given."""
     given = set()
     for option in options:
         if option.startswith("--"):

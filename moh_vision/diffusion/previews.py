@@ -162,7 +162,7 @@ class Previews(Samples):
                 log.pictures(loop.done, "samples", images)
                 sampling = f"{self.sampler}, {config.steps} steps, {config.guidance}"
                 if loop.ema:
-                    sampling = f"{sampling}, {loop.averaged}"
+                    sampling = f"{sampling}, {loop.ema_name}"
                 log.say(f"preview ({sampling}): {path}")
         except Exception as error:  # whatever it is: a picture must not end the training
             self.failed += 1
@@ -218,7 +218,7 @@ class Scores(Samples):
             self.failed += 1
             scores = dict(error=problem)
             text = f"no scores: {problem}"
-        weights = f" ({loop.averaged})" if loop.ema else ""
+        weights = f" ({loop.ema_name})" if loop.ema else ""
         loop.event({"scores": scores}, f"scores after {loop.done} steps{weights}:\n{text}")
 
     def _sampling(self, model: nn.Module) -> dict:

@@ -17,7 +17,7 @@ from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
 from moh_vision.evaluation.fidelity.images import SourceImages, open_set
 from moh_vision.evaluation.fidelity.scoring import table
-from moh_vision.models.class_names import places
+from moh_vision.models.class_names import indices_of
 from moh_vision.models.weights import from_run
 
 
@@ -29,7 +29,7 @@ class ClassifierScores:
         self.reference = reference.name
         self.classifier, self.metadata = from_run(extractor, "classification")
         # For each class of the samples, its number in the classifier.
-        self.numbers = places(classes, self.metadata["classes"])
+        self.numbers = indices_of(classes, within=self.metadata["classes"])
         if self.numbers is None or {*self.source.classes} != {*classes}:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"
             raise ValueError(f"--extractor {extractor} and --score {self.reference} {needed}")
@@ -45,8 +45,8 @@ class ClassifierScores:
         transform = image_transform(
             "none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels]
         )
-        slices = rank_slice(len(self.source), 0, 1, parts.batch_size)
-        real = evaluation_loader(LabelledImages(self.source, transform, 0), slices, 0)
+        slices = rank_slice(len(self.source), rank=0, world=1, batch_size=parts.batch_size)
+        real = evaluation_loader(LabelledImages(self.source, transform, seed=0), slices, workers=0)
 
         def samples() -> Iterator[dict]:
             for (_, batch), y in zip(parts.batches(), labels.split(parts.batch_size)):

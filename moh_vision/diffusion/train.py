@@ -1,7 +1,7 @@
 """Train a diffusion transformer.   accelerate launch train_dit.py --config configs/dit/NAME.yaml [--key value ...]
 
-Installed: accelerate launch -m moh_vision.diffusion.train --config dit/NAME. The same command resumes; --help prints
-every key.
+Where only the package is installed: accelerate launch -m moh_vision.diffusion.train --config dit/NAME.
+The same command resumes the run; --help prints every key.
 """
 
 import json
@@ -30,7 +30,7 @@ from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
-from moh_vision.models.pretrained import described
+from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
@@ -43,8 +43,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     data_config = config.data
     batch_size = config.optim.batch_size
 
-    # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
-    name, arguments = described(config, "diffusion", config.fresh)
+    # ---------------------------------------------------------------- data: images, latents, or images that a VAE encodes
+    name, arguments = name_and_arguments(config, "diffusion", config.fresh)
     root = data_config.root
     img_size = data_config.img_size
     if not data_config.exact_order and is_latent_cache(root):
@@ -58,15 +58,16 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     classes = source.classes
     check_images_fit("data.img_size", img_size, inputs.colours or 1, setup.micro_batch)
     say(splits.in_short(root, source, config.max_steps, batch_size))
-    splits.say_transparent(f"data.root {root}", dict(train=source), say)
+    splits.warn_of_transparent_pixels(f"data.root {root}", dict(train=source), say)
 
-    # ---------------------------------------------------------------- lock the folder; objective and model
-    span = setup.find_checkpoint(config.max_steps)
+    # ---------------------------------------------------------------- steps to do; objective and model
+    span = setup.lock_and_find_steps(config.max_steps)
     objective = make_objective(config.tree())
     decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
     decided["predict"] = getattr(objective, "predict", None)
-    arguments |= config.model.decided(**decided)
+    config.model.refuse_other(**decided)
+    arguments |= decided
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
@@ -91,7 +92,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         source.shard_sizes,
         group=data_config.shuffle_shards,
         seed=config.seed,
-        **setup.portion(span),
+        **setup.sampler_arguments(span),
     )
     unreadable = BadSamples(len(source), data_config.max_bad_fraction)
     if config.calibrate_images and not span.checkpoint and not config.dry_run:
@@ -106,10 +107,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         frozen["vae"] = (inputs.space.name, inputs.space.sha256)
     data_record = DataRecord(root, config.allow_change, train=source)
 
-    # ---------------------------------------------------------------- from here on the folder is the run's
+    # ---------------------------------------------------------------- open the folder, which is first written here
     records = [data_record, FrozenRecord(config.allow_change, frozen)]
     folder = setup.open_folder(span, records, model_setup.description)
-    if config.dry_run:
+    if config.dry_run:  # nothing was written
         if inputs.space:
             say(inputs.describe_vae())
         return
@@ -119,11 +120,14 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     optimizer = make_optimizer(trained, config.optim)
     if teacher:
         teacher = teacher.to(accelerator.device)
+    vae = None
+    if inputs.space:
+        vae = vars(inputs.space)
     metadata = dict(
         architecture=name,
         arguments=model_setup.arguments,
         classes=classes,
-        vae=inputs.space and vars(inputs.space),
+        vae=vae,
     )
 
     # ---------------------------------------------------------------- the loop
@@ -159,7 +163,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             return
         for step in loop.steps():
             loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)
-            if loop.logs():
+            if loop.step_is_logged():
                 values = loop.averages()
                 line = f"loss {values['loss']:.4f}, mse {values['mse']:.4f}"
                 failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}
@@ -167,7 +171,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             loop.save()
             for drawn in drawings:
                 if loop.due(drawn.config.every, at_end=True):
-                    drawn.draw(loop.ema.module if loop.ema else loop.model, loop)
+                    drawn_model = loop.ema.module if loop.ema else loop.model
+                    drawn.draw(drawn_model, loop)
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
@@ -181,7 +186,7 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
         raise ValueError(
             f"repa.block {repa.block} is out of range: 1 to {depth}, the blocks of the model"
         )
-    half = [0.5] * inputs.colours  # mean and std with which images are normalised to -1 .. 1
+    half = [0.5] * inputs.colours  # mean and std of images whose values are normalised to -1 .. 1
     teacher = Teacher("repa.teacher", repa.teacher, half, half)
     teacher_width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
@@ -205,7 +210,7 @@ def trained_objective(source: str) -> str:
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())
     elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
-        # Read only the metadata: the filter takes no tensor.
+        # Read the metadata alone: the filter takes no tensor.
         _, metadata = read_safetensors(weights_file(source), lambda name: False)
         config = metadata.get("config")
     if not isinstance(config, dict):

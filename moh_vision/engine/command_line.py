@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from moh_vision.common.errors import message_of, nearest, reason_of
-from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.io import RUN_CONFIG, run_of
 from moh_vision.common.progress import say
 from moh_vision.common.wings import WINGS
 from moh_vision.engine.keys import (
@@ -67,7 +67,7 @@ class SavedConfig(NamedTuple):
 
 def saved_config(run: Path) -> SavedConfig | None:
     """Read the config.yaml in a folder; return None if there is none."""
-    file = run / CONFIG
+    file = run / RUN_CONFIG
     if not file.is_file():
         return None
     _refuse_large(file, str(file))
@@ -107,9 +107,9 @@ def parse_config(
         raise SystemExit(0)
     runs = config_class.runs
     if runs and options.get("checkpoint") and not files:
-        of_run = run_of(options["checkpoint"]) / CONFIG
-        if of_run.is_file():
-            files = [str(of_run)]
+        run_config = run_of(options["checkpoint"]) / RUN_CONFIG
+        if run_config.is_file():
+            files = [str(run_config)]
     values: dict[str, Any] = {}  # by dotted name
     origins: dict[str, str] = {}  # the file of each value, for messages
     for file in files:

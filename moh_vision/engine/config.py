@@ -76,17 +76,13 @@ class ModelConfig(Section, section="model"):
         }
         return {**arguments, **(self.kwargs or {}), **(self.convert or {})}
 
-    def decided(self, **values: Any) -> dict:
-        """Return `values`, the model's arguments that data and other keys decide.
-
-        Raise ValueError if model.kwargs gives one of them another value.
-        """
+    def refuse_other(self, **values: Any) -> None:
+        """Raise ValueError if model.kwargs gives another value than `values`, which data and other keys decide."""
         for name, value in values.items():
             given = (self.kwargs or {}).get(name, value)
             if given != value:
                 why = f"the data and other keys make it {value!r}"
                 raise ValueError(f"model.kwargs.{name} {given!r} has no effect: {why}")
-        return values
 
 
 @dataclass

@@ -24,12 +24,13 @@ class Opened:
 
     Attributes:
         config: the configuration with which the run was opened.
-        model: the model in eval mode, on the given device; without one, on the CPU until something is computed.
+        model: the model in eval mode, on the device given to `open_run`; without one, on the CPU until `loss`, `scores` or
+            `make_forward` moves it.
         metadata: architecture, and weights (the file, as printed); for a run also arguments, classes, step, config.
         splits: splits of the data that have been opened, by name.
         kind: "classification", "diffusion" or "text".
-        unit: in what the wing's data are counted.
-        loss_name: what the wing calls its loss.
+        unit: the unit in which the wing's data are counted, in the plural.
+        loss_name: name of the wing's loss.
         scored_on: a format string that names the data that `scores` uses; {c} is the configuration.
     """
 
@@ -52,7 +53,7 @@ class Opened:
         raise NotImplementedError(f"{self.kind}: data")
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
-        """Return two lists of batches: `count` training samples, evenly spread, and as many from between them."""
+        """Return two lists of batches: `count` training samples, evenly spread, and `count` other ones between them."""
         raise NotImplementedError(f"{self.kind}: halves")
 
     def inputs(self, batch: dict) -> Any:
@@ -74,9 +75,9 @@ class Opened:
         """Return scores of the model, such as top1, fid or perplexity, with its present weights and head budget."""
         raise NotImplementedError(f"{self.kind}: scores")
 
-    def forward(self) -> tuple[Callable[[], Any], int]:
+    def make_forward(self) -> tuple[Callable[[], Any], int]:
         """Return a function that does one forward pass, for timing, and the batch size of the pass."""
-        raise NotImplementedError(f"{self.kind}: forward")
+        raise NotImplementedError(f"{self.kind}: make_forward")
 
     def example(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return positional and keyword arguments for a forward with batch size 1; only their shapes matter."""

@@ -5,14 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moh_vision.common.io import CONFIG, LOCK, hidden_path, only_one, write_whole
+from moh_vision.common.io import LOCK, RUN_CONFIG, hidden_path, only_one, write_whole
 from moh_vision.engine.command_line import dump, load_tree
 from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
 
-IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # files of a run that was killed as it started
+IN_NO_RUN = {
+    LOCK,
+    hidden_path(Path(RUN_CONFIG)).name,
+}  # files of a run that was killed as it started
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class OpenFolder:
 
     def write_records(self) -> None:
         """Write config.yaml and the records, with which the run is compared when it is resumed."""
-        write_whole(self.path / CONFIG, dump(self.config))
+        write_whole(self.path / RUN_CONFIG, dump(self.config))
         for record in self.records:
             record.save(self.path)
 
@@ -66,14 +69,14 @@ class RunFolder:
         self.accelerator = accelerator
         self.held = held
         self.path = Path(output).resolve()
-        self.saved = self.path / CONFIG
+        self.saved = self.path / RUN_CONFIG
 
     @property
     def goes_on(self) -> bool:
         """Whether the folder holds a run that is not moved aside."""
         return self.saved.exists() and not self.fresh
 
-    def find_checkpoint(self, max_steps: int) -> tuple[int, Path] | None:
+    def lock_and_find_checkpoint(self, max_steps: int) -> tuple[int, Path] | None:
         """Lock the folder if it holds a run; return (step, folder) of the checkpoint to resume from, or None."""
 
         def lock_it():
@@ -172,7 +175,7 @@ class RunFolder:
 
 def only_records(folder: Path) -> bool:
     """Return whether a folder holds only what a run writes before step 1: neither weights nor losses."""
-    records = {CONFIG, LOCK, "attention.json", "data.json", "frozen.json", "environment.jsonl"}
+    records = {RUN_CONFIG, LOCK, "attention.json", "data.json", "frozen.json", "environment.jsonl"}
 
     def is_from_before_step_1(path: Path) -> bool:
         if path.name == "metrics.jsonl":

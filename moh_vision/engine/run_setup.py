@@ -47,7 +47,7 @@ class Span:
 class RunSetup:
     """What a run has before it trains. `set_up_run` makes one; a `train` module then calls, in this order:
 
-        span = setup.find_checkpoint(steps)             lock the folder, find the checkpoint to resume from
+        span = setup.lock_and_find_steps(steps)         lock the folder, find the checkpoint to resume from
         ...                                             make the model, open what else can fail
         folder = setup.open_folder(span, records)       from here on the run writes into the folder
 
@@ -82,19 +82,19 @@ class RunSetup:
         optim = self.config.optim
         return max(1, optim.batch_size // (optim.accumulation * self.accelerator.num_processes))
 
-    def find_checkpoint(self, steps: int) -> Span:
+    def lock_and_find_steps(self, steps: int) -> Span:
         """Lock config.output if it holds a run; return which of the run's `steps` are left to do.
 
         Raises ValueError if another process writes there, if there are checkpoints but none is whole, or if the run
         has already done more than `steps`.
         """
-        found = self.run_folder.find_checkpoint(steps)
+        found = self.run_folder.lock_and_find_checkpoint(steps)
         if found is None:
             return Span(0, steps)
         start, checkpoint = found
         return Span(start, steps, checkpoint)
 
-    def portion(self, span: Span) -> dict:
+    def sampler_arguments(self, span: Span) -> dict:
         """Return the sampler arguments that select this process's samples."""
         return dict(
             batch_size=self.config.optim.batch_size,
@@ -112,7 +112,7 @@ class RunSetup:
         estimate writes nothing either.
 
         Args:
-            span: what `find_checkpoint` returned.
+            span: what `lock_and_find_steps` returned.
             records: such as a `DataRecord` or a `FrozenRecord`; each is compared with what a resumed run saved.
             description: describes the model.
         """

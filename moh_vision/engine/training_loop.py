@@ -46,7 +46,7 @@ class TrainingLoop:
         with start_loop(...) as loop:
             for step in loop.steps():
                 loop.step(batches, epoch, count)        forward, backward, update, averages
-                if loop.logs():
+                if loop.step_is_logged():
                     loop.metrics(loop.averages(), "loss ...")
                 loop.save()                             if a checkpoint is due
             if not loop.stopped: ...                    the last evaluation
@@ -268,8 +268,8 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ what is logged
 
-    def logs(self) -> bool:
-        """Whether the step just done is logged."""
+    def step_is_logged(self) -> bool:
+        """Return whether the step just done is logged."""
         return (self.done - 1) % self.config.log_every == 0 or self.done == self.span.stop
 
     @property
@@ -334,7 +334,7 @@ class TrainingLoop:
             write_json(self.folder / "results.json", results)
 
     @property
-    def averaged(self) -> str:
+    def ema_name(self) -> str:
         """What messages call the EMA; says which share of the EMA is still the weights of step 1."""
         left = self._first_weights_left()
         if not left:

@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.io import RUN_CONFIG, run_of
 from moh_vision.common.progress import Progress
 from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.opened import Opened, refuse_options
@@ -26,10 +26,10 @@ class OpenedText(Opened):
     kind = "text"
     unit = "blocks"
     loss_name = "nats per token"
-    scored_on = "{c.data.root}, {c.data.val}"
+    scored_on = "{c.data.root}, {c.data.val}"  # a format string, see `Opened`
 
     def text(self, training: bool = False) -> TextInputs:
-        """Return the text of the run, opened once; `training`: with the training split."""
+        """Return the text of the run, opened once; with `training` it includes the training split."""
         if self.config is None:
             raise ValueError(
                 f"{self.metadata['weights']}: of no run, whose configuration says where its text is"
@@ -59,7 +59,7 @@ class OpenedText(Opened):
             raise ValueError(
                 f"--images {count}: these and as many others are needed, {self.config.data.train} has {total} blocks"
             )
-        # (position, index of the block), evenly spread. The position is 0, because it does not change a causal block.
+        # Pairs (position, index of the block), evenly spread. The position has no effect on a causal block, so it is 0.
         samples = [(0, i * total // (2 * count)) for i in range(2 * count)]
         return self._batches(train, samples[::2]), self._batches(train, samples[1::2])
 
@@ -81,19 +81,19 @@ class OpenedText(Opened):
     @cached_property
     def _validation(self) -> list[dict]:
         text = self.text()
-        return list(text.eval_batches(text.val, 0, 1))
+        return list(text.eval_batches(text.val, rank=0, world=1))
 
     def _losses(self) -> Callable[[dict], Tensor]:
         return routed_losses(self.model.to(self.accelerator.device), self.accelerator)
 
     def _perplexity(self, batches: Iterable[dict]) -> dict:
-        # One process: there is nothing to reduce.
+        # `perplexity` takes a function that sums over processes. Here is only one.
         return perplexity(self._losses(), batches, self.accelerator.device, lambda total: total)
 
     def scores(self) -> dict:
         return self._perplexity(Progress.over(self._validation, "scoring"))
 
-    def forward(self) -> tuple[Callable[[], Tensor], int]:
+    def make_forward(self) -> tuple[Callable[[], Tensor], int]:
         first = send_to_device(self._validation[0], self.accelerator.device)
         return partial(self._losses(), first), len(first["labels"])
 
@@ -120,19 +120,21 @@ def open_run(
     """Open a language model, see `moh_vision.open_run`; `options` may set keys of data and precision."""
     file = weights_file(path, weights)
     folder = run_of(file)
-    if not (folder / CONFIG).is_file():
+    if not (folder / RUN_CONFIG).is_file():
         refuse_options(options, f"{path} is of no run, whose data they would change")
         model = saved_model(path).to(device or "cpu").eval()
         return OpenedText(
             None, model, dict(architecture=model.config.model_type, weights=str(path))
         )
-    arguments = ["--config", str(folder / CONFIG), *options]
+    arguments = ["--config", str(folder / RUN_CONFIG), *options]
     config = parse_config(LanguageConfig, arguments, command, saved)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    _, stored = read_safetensors(file, lambda name: False)  # reads metadata, no tensor
+    _, stored = read_safetensors(
+        file, lambda name: False
+    )  # reads the metadata alone: the filter takes no tensor
     metadata = {"architecture": config.model.name, **stored, "weights": str(file)}
     return OpenedText(config, text_from_run(file).to(device or "cpu"), metadata)

@@ -1,6 +1,7 @@
 """Train a translation, masked or causal language model: accelerate launch train_text.py --config configs/text/NAME.yaml.
 
-Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes.
+Where only the package is installed: accelerate launch -m moh_vision.language.train --config text/NAME.
+The same command resumes the run; --help prints every key.
 """
 
 import shutil
@@ -29,7 +30,7 @@ from moh_vision.models.counts import without_memory
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget, mean_macs, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import taken_for
+from moh_vision.models.weights import advise_on_model_name
 
 MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
 
@@ -63,10 +64,12 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         # Raises at once if the tokenizer needs a package that is missing.
         bleu_tokenizer(config.data.target, config.generate.tokenizer)
 
-    # ---------------------------------------------------------------- lock the folder, open the text
-    span = setup.find_checkpoint(config.max_steps)
+    # ---------------------------------------------------------------- steps to do, text
+    span = setup.lock_and_find_steps(config.max_steps)
     checkpoint = span.checkpoint
-    resumed_run = config.output if checkpoint else None  # this folder holds the tokenizer
+    resumed_run = (
+        config.output if checkpoint else None
+    )  # a resumed run takes the tokenizer of its folder
     tokenizer = tokenizer_of(config, resumed_run)
     inputs_class = INPUTS[task_for(config.model)]
     with accelerator.main_process_first():
@@ -93,7 +96,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         text.check(Path(config.output), micro_batches)
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
     if config.init_from and not checkpoint:
-        with taken_for(config.model.name):
+        with advise_on_model_name(config.model.name):
             fresh = init_text(model, config.init_from, fingerprints)
         if fresh:
             say(f"init_from: {len(fresh)} router tensors start fresh")
@@ -101,7 +104,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)
     description = ""
-    if config.dry_run:  # describes an elastic budget at its largest share
+    if config.dry_run:  # describe the model at the largest share of an elastic budget
         shown = describe(name, model, **text.example())
         description = with_elastic(shown, elastic, "\n")
     else:
@@ -109,11 +112,11 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     descent = BlockDescent(
         accelerator, model, mae_routers(model), config.compile, config.block_descent
     )
-    sampler = text.sampler(**setup.portion(span))
+    sampler = text.sampler(**setup.sampler_arguments(span))
 
-    # ---------------------------------------------------------------- from here on the folder is the run's
+    # ---------------------------------------------------------------- open the folder, which is first written here
     folder = setup.open_folder(span, description=description)
-    if config.dry_run:
+    if config.dry_run:  # nothing was written
         return
     if accelerator.is_main_process and not (checkpoint or config.estimate):
         text.save(folder.path, micro_batches)
@@ -152,7 +155,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         say_long_average(config, span)
         evaluate = evaluation_of(text, loop.task, accelerator, loop.log)
         batches = load_batches(text.train, sampler, config.data.workers)
-        if not config.max_steps:  # the weights to score are saved here, because there is no step
+        if not config.max_steps:  # no step saves the weights that are scored
             loop.save()
 
         def fetch() -> Fetched:
@@ -179,13 +182,13 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             epoch = sampler.epoch(step)
             fetched = fetch()
             loop.step(fetched.micro_batches, epoch=epoch, count=fetched.count, **fetched.more)
-            if loop.logs():
+            if loop.step_is_logged():
                 values = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"
                 loop.metrics(values, f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, {rate}")
-            # Validate before the save, so that the checkpoint holds the score.
+            # Validate before saving, so that the checkpoint of this step has the score.
             if config.eval_every and loop.done % config.eval_every == 0:
-                with setup.errors(code=1):  # the loss may not be finite
+                with setup.errors(code=1):  # the loss may be infinite or NaN
                     scores = evaluate(text.val, "validation")
                 loop.judge(scores, loop.model)
                 loop.event(
@@ -227,8 +230,8 @@ def keep_weights(loop: TrainingLoop) -> None:
 def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
     """Score the configured final weights and write results.json. Collective: every process must call it."""
     if loop.best.exhausted:
-        looks = f"{loop.best.waited} validations without a lower loss than {loop.best.value:.4f}"
-        loop.log.say(f"stopped after {loop.done} steps: {looks}")
+        reason = f"{loop.best.waited} validations without a lower loss than {loop.best.value:.4f}"
+        loop.log.say(f"stopped after {loop.done} steps: {reason}")
     with loop.setup.errors():
         results = final_weights(loop, partial(evaluate, text.val))
         with whole_weights(loop.task):
@@ -240,10 +243,11 @@ def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
                 loop.log.say("\n".join(lines))
                 scores["by_share"] = shares
     results.update(scores)
-    last_validation = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
+    validations = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)
     scores_best = results["weights"] == BEST and loop.config.average == 1
-    for step, loss in last_validation:
-        if step == loop.done and scores_best:
+    if validations and scores_best:
+        step, loss = validations[-1]
+        if step == loop.done:  # the last weights were validated too
             scored = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             loop.log.say(
                 f"validation loss: {scored}, which the scores are of; {loss:.4f} with the last weights"

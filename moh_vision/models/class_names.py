@@ -48,10 +48,10 @@ def saved_with(file: Path) -> list[str] | None:
     return names or None
 
 
-def places(classes: Sequence[str], theirs: Sequence[str]) -> list[int] | None:
-    """Return the index in `theirs` of each of `classes`; None unless both hold the same names, each once."""
-    index = {name: c for c, name in enumerate(theirs)}
-    if not len(index) == len(theirs) == len(classes) or set(index) != set(classes):
+def indices_of(classes: Sequence[str], within: Sequence[str]) -> list[int] | None:
+    """Return the index in `within` of each of `classes`; None unless both hold the same names, each once."""
+    index = {name: c for c, name in enumerate(within)}
+    if not len(index) == len(within) == len(classes) or set(index) != set(classes):
         return None
     return [index[name] for name in classes]
 

@@ -23,13 +23,13 @@ from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
 from moh_vision.models.weights import (
+    advise_on_model_name,
     check_name,
     create,
     described_by,
     init_from,
     near_model,
     refuse_fetch,
-    taken_for,
 )
 
 # Arguments of `convert` that model.convert may set.
@@ -40,7 +40,7 @@ CONVERT_OPTIONS = [
 ]
 
 
-def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
+def name_and_arguments(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
     """Return (name, arguments) of an `ImageRunConfig`'s model, without the sizes that follow from the data.
 
     Unless `fresh`, a resumed run takes both from its own weights file, because the pre-trained source may be gone.
@@ -126,7 +126,7 @@ def load_source(
     else:
         key = "init_from"
         source = config.init_from
-        advice = taken_for(config.model.name)
+        advice = advise_on_model_name(config.model.name)
     dense = False
     if source:
         with advice:

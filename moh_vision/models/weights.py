@@ -17,7 +17,7 @@ from moh_vision.common.cli import near_folder, refuse_missing_source
 from moh_vision.common.errors import closest, nearest, reason_of
 from moh_vision.common.io import tensor_files
 from moh_vision.common.wings import WINGS
-from moh_vision.models.class_names import assumed_order, listed, places, saved_with
+from moh_vision.models.class_names import assumed_order, indices_of, listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.mlp_groups import refuse_other_groups, zero_mlp_routers
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
@@ -51,8 +51,8 @@ class OtherModel(ValueError):
 
 
 @contextlib.contextmanager
-def taken_for(name: str) -> Iterator[None]:
-    """Add to `OtherModel`'s message which model was tried, and how to name another."""
+def advise_on_model_name(name: str) -> Iterator[None]:
+    """Turn `OtherModel` into a ValueError that also says which model was tried, and how to name another."""
     try:
         yield
     except OtherModel as error:
@@ -212,7 +212,9 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
         raise ValueError(f"{file}: {reason}") from None
     try:
         refuse_other_shapes(file, state, outline)
-    except OtherModel as error:  # a plain ValueError, to which `taken_for` adds no advice
+    except (
+        OtherModel
+    ) as error:  # a plain ValueError, to which `advise_on_model_name` adds no advice
         raise ValueError(str(error)) from None
     return state, metadata
 
@@ -299,13 +301,13 @@ def to_validate(
 
     Returns:
         The model in eval mode, and metadata with architecture, arguments, classes (or None), weights (see
-        `weights_said`) and of_run: whether the path is a run.
+        `weights_said`) and brings_model: whether the path says which model it is of, as a run does.
     """
     if Path(path).exists():
         path = str(weights_file(path))
     metadata = described_by(path, "classification")
-    of_run = "architecture" in metadata
-    if of_run:
+    brings_model = "architecture" in metadata
+    if brings_model:
         name = metadata["architecture"]
         arguments = metadata["arguments"]
         _warn_of_first_weights(Path(path), metadata)
@@ -329,7 +331,7 @@ def to_validate(
         classes=names,
         weights=weights_said(path),
     )
-    return model.eval(), dict(metadata, of_run=of_run)
+    return model.eval(), dict(metadata, brings_model=brings_model)
 
 
 def _fit_classes(
@@ -353,7 +355,7 @@ def _fit_classes(
         said = (
             f"the {tensors} is put into the order of the data: {source} has its classes in another"
         )
-    order = places(classes, theirs)
+    order = indices_of(classes, within=theirs)
     if order is None:
         different = (name for name, other in zip(classes, theirs) if name != other)
         odd = next(different, classes[-1])

@@ -113,7 +113,7 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
 
     one = Opened(None, model, dict(weights="W", architecture="A"))
     one.scores = lambda: dict(top1=float(running()), active_heads=[1])
-    one.forward = lambda: (running, 2)
+    one.make_forward = lambda: (running, 2)
     (line,) = measure(["run"], [one], ["0.5", "1"])
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]

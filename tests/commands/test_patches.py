@@ -148,7 +148,7 @@ def test_gates_of_heads_that_all_run_are_drawn(trained, folder, tmp_path, run_co
 
 def test_the_true_class_is_known_in_folders_of_a_mac():
     """A Mac writes the umlaut of a folder's name as two characters."""
-    metadata = dict(weights="w.pth", of_run=False, architecture="vit", img_size=16)
+    metadata = dict(weights="w.pth", brings_model=False, architecture="vit", img_size=16)
     metadata["classes"] = ["ant", "Übersee", "bee"]
     opened = SimpleNamespace(model=vit(), metadata=metadata)
     file = unicodedata.normalize("NFD", "/images/Übersee/0.png")

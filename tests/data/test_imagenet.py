@@ -218,7 +218,7 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
         assert [len(b["images"]) for b in batches] == [8] * 4
         assert set(batches[0]) == {"images", "labels"}
     assert bad.new and set(bad.seen) == {3, 4}  # an image that comes again is not counted again
-    data.replace = False  # validation leaves unreadable images out
+    data.replace_unreadable = False  # validation leaves unreadable images out
     batches = evaluation_loader(data, [[0, 3, 9], [3, 4], [8]], 0, bad)
     assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [1]]
     of_another_process = [(5, "rank 1: bad"), (6, "rank 1: bad")]

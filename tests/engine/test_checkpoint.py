@@ -28,7 +28,7 @@ from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import clip_gradients
 from moh_vision.engine.step_folders import latest_checkpoint, resume_point
 from moh_vision.engine.weights import make_ema
-from moh_vision.models.pretrained import described
+from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.weight_files import read_tensors, weights_file
 from moh_vision.models.weights import keep_shared_heads, to_validate
 from tests.support.processes import on_two_ranks
@@ -243,7 +243,7 @@ def test_two_processes(tmp_path):
     assert all(buffers["exp_avg"].any() for buffers in moments)
     (folder / "ema.safetensors").unlink()
     opened, metadata = to_validate(str(folder), "", {})
-    assert metadata["of_run"] and same(opened.state_dict(), weights)
+    assert metadata["brings_model"] and same(opened.state_dict(), weights)
     # A resumed run keeps its shared heads.
     other = timm.create_model(NAME, **VIT, head_budget="uniform:0.75")
     before = head_budget(other)
@@ -254,7 +254,7 @@ def test_two_processes(tmp_path):
     resumed = SimpleNamespace(
         model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1]
     )
-    assert described(resumed, "classification", fresh=False) == (NAME, VIT)
+    assert name_and_arguments(resumed, "classification", fresh=False) == (NAME, VIT)
     # Only the last save of a sharded run writes the whole weights, model.safetensors.
     assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
     assert same(*(tmp_path / name / "model.safetensors" for name in ("alone", "two")))

@@ -145,9 +145,9 @@ def test_texts_are_only_texts():
 
 def test_arguments_that_the_data_decide():
     model = parse("--model.kwargs", "{num_classes: 5, drop_rate: 0.1}").model
-    assert model.decided(num_classes=5, in_chans=1) == dict(num_classes=5, in_chans=1)
+    model.refuse_other(num_classes=5, in_chans=1)
     words = "model.kwargs.num_classes 5 has no effect: the data and other keys make it 10"
-    refuse(words, model.decided, num_classes=10)
+    refuse(words, model.refuse_other, num_classes=10)
 
 
 def test_changed_keys():

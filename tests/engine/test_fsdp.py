@@ -64,7 +64,7 @@ def validate_sharded(rank):
             fully_shard(task.model.head, mesh=mesh)
         fully_shard(task, mesh=mesh)
         transform = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3)
-        images = LabelledImages(HalfUnreadable(), transform, 0, replace=False)
+        images = LabelledImages(HalfUnreadable(), transform, 0, replace_unreadable=False)
         for _ in range(2):
             scores, load, predictions = scoring.validate(
                 task, images, data, accelerator, lambda batches, _: batches

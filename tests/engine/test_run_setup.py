@@ -65,14 +65,14 @@ STEP_4 = Path("run/checkpoints/step_4")
     ids=["a new run", "a run with a checkpoint"],
 )
 def test_the_steps_that_are_left_to_do(found, span):
-    """`portion`, the arguments of the sampler, has the same first and last step."""
+    """`sampler_arguments`, the arguments of the sampler, has the same first and last step."""
     optim = SimpleNamespace(batch_size=8, accumulation=2)
     setup = setup_of(
-        run_folder=SimpleNamespace(find_checkpoint=lambda steps: found),
+        run_folder=SimpleNamespace(lock_and_find_checkpoint=lambda steps: found),
         config=SimpleNamespace(optim=optim),
         accelerator=SimpleNamespace(process_index=1, num_processes=2),
     )
-    assert setup.find_checkpoint(9) == span
-    portion = dict(batch_size=8, accumulation=2, rank=1, world=2, start=span.start, stop=9)
-    assert setup.portion(span) == portion
+    assert setup.lock_and_find_steps(9) == span
+    arguments = dict(batch_size=8, accumulation=2, rank=1, world=2, start=span.start, stop=9)
+    assert setup.sampler_arguments(span) == arguments
     assert setup.micro_batch == 2

@@ -83,7 +83,7 @@ def opened(path, config, fresh=False):
 
     with contextlib.ExitStack() as held:
         folder = RunFolder(str(path), fresh, ACCELERATOR, held)
-        folder.find_checkpoint(1)
+        folder.lock_and_find_checkpoint(1)
         folder.open(config, changes)
         yield
 
@@ -126,7 +126,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     words = f"--output {run}: process {child} on .* is writing there; wait, or take"
     refuse(words, open_here, run, {}, fresh)
     # A dry run takes no lock.
-    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(1)
+    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).lock_and_find_checkpoint(1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

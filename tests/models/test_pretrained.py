@@ -20,7 +20,7 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.engine.command_line import parse_config
-from moh_vision.models.pretrained import described, is_dense
+from moh_vision.models.pretrained import is_dense, name_and_arguments
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
 from tests.support.official_dit import diffusers_dit
@@ -326,7 +326,7 @@ def test_a_share_of_groups_is_the_same_in_every_converted_layer(asked):
     """As `convert` spreads it; a new DiT has a ramp."""
     options = f"{RUN} --model.pretrained dit_small_patch2 {ASKED[asked]} --output none"
     config = parse_config(DitConfig, options.split(), "test")
-    name, arguments = described(config, "diffusion")
+    name, arguments = name_and_arguments(config, "diffusion")
     with torch.device("meta"):
         converted = create(name, "diffusion", **arguments)
         new = create(name, "diffusion", mlp_budget=0.5, scope="sample")

@@ -132,7 +132,7 @@ def trained_on(source, size, steps, counted=None, workers=0):
 def evaluated(source, counted):
     """Return how many images of `source` an evaluation can read; `counted` collects the unreadable ones."""
     batches = evaluation_loader(
-        labelled(source, replace=False), [list(range(len(source)))], 0, counted
+        labelled(source, replace_unreadable=False), [list(range(len(source)))], 0, counted
     )
     return sum(len(batch["images"]) for batch in batches)
 
@@ -234,7 +234,9 @@ def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, reader):
         "training": lambda: source.image(0),
         "shards": lambda: encode_sample(data, None, 95),
         "shards with a size": lambda: encode_sample(data, 256, 95),
-        "latents": lambda: LabelledImages(source, crop, 0, replace=False)[0, 0]["bad"][0][1],
+        "latents": lambda: LabelledImages(source, crop, 0, replace_unreadable=False)[0, 0]["bad"][
+            0
+        ][1],
         "scores": lambda: next(ScoredFolder(path.parent).batches(4)),
     }
     spent = cost(calls[reader])

@@ -316,7 +316,8 @@ def attend(
         heads, tokens: H and N.
         is_causal: a query at token n sees keys 0 .. n.
         mask: [B or 1, H or 1, N or 1, M], True (attend) or an additive float.
-        source: int32 [H * B], for each segment of pairs (a head and a sequence) the index along X that it reads.
+        source: int32 [H * B], for each segment of pairs (a head and a sequence) the index along X that it reads. Not
+            read for a segment without pairs, where it may be -1.
 
     Returns:
         Outputs [P, D], not multiplied by gates; 0 where a query sees no key.

@@ -1,7 +1,8 @@
 """Register gradients and fake implementations (shapes without values) of compiled operators, C++ or Triton, with torch.
 
-The gradients are operators too, so autograd saves only what these read. Under `create_graph=True` gradients are computed
-through the same function in PyTorch, the oracle, because autograd can differentiate that again.
+Backward passes are operators too: autograd sees only the whole operator, and saves only what the backward operator reads.
+Under `create_graph=True` gradients are computed through the oracle, which is the same function in plain PyTorch, because
+autograd can differentiate the oracle again.
 """
 
 import functools
@@ -29,8 +30,9 @@ def differentiate(
     """Register the gradient of an operator.
 
     Args:
-        name: name with its library's, such as "moh_vision::attend".
-        oracle: computes the same in PyTorch, from the same inputs; returns the differentiable outputs.
+        name: library and name of the operator, such as "moh_vision::attend".
+        oracle: computes the same in PyTorch, from the same inputs; returns the first outputs of the operator, in their
+            order. Outputs in `constant` are ignored.
         backward: calls the operator's backward: (gradients of the outputs, inputs, kept outputs) -> gradients of the
             inputs. It may return fewer than there are inputs: the last ones have no gradient.
         kept: indices of the outputs that are saved for `backward`.
@@ -60,7 +62,7 @@ def differentiate(
             function = oracle
             if reads_outputs:
                 function = functools.partial(oracle, outputs)
-            computed = again(function, grads, inputs)
+            computed = differentiable_gradients(function, grads, inputs)
         else:
             computed = backward(grads, inputs, outputs)
         no_gradients = [None] * (len(inputs) - len(computed))
@@ -69,8 +71,10 @@ def differentiate(
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
 
-def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> list[Tensor | None]:
-    """Compute the gradients of the oracle at `inputs`, with a graph, so that they can be differentiated again."""
+def differentiable_gradients(
+    oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list
+) -> list[Tensor | None]:
+    """Compute the gradients of the oracle at `inputs`, with a graph, so that autograd can differentiate them again."""
     device = next(value.device for value in inputs if isinstance(value, Tensor))
     inputs = list(inputs)
     indices = []  # indices of the inputs that require a gradient
@@ -113,28 +117,32 @@ def describe_route(library: str, lists_pairs: bool) -> None:
         B, N, _ = x.shape
         H = shared + candidates
         weights = x.new_empty((B, N, H), dtype=torch.float32)
-        rows = x.new_empty((B, N, weight.shape[0]), dtype=torch.float32)
+        router_outputs = x.new_empty((B, N, weight.shape[0]), dtype=torch.float32)
         probs = x.new_empty((B, N, candidates), dtype=torch.float32)
         counts = x.new_empty((B, H), dtype=torch.float32)
-        outputs = weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts
+        active = x.new_empty((B, N, H), dtype=torch.bool)
+        outputs = weights, active, router_outputs, probs, counts
         if not lists_pairs:
             return outputs
         token = x.new_empty(B * N * (shared + routed), dtype=torch.int32)
         return *outputs, token, x.new_empty(H * B + 1, dtype=torch.int32)
 
     @torch.library.register_fake(f"{library}::route_backward")
-    def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, gate_form, padding):
+    def _(dweights, dprobs, drouter_outputs, router_outputs, x, weight, *settings):
         return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
     def oracle(x, weight, candidates, shared, routed, gate_form, padding):
-        rows = eager.gate_logits(x, weight)
+        router_outputs = eager.gate_logits(x, weight)
         balanced = eager.is_balanced(weight, candidates, shared)
-        routing = eager.choose(rows, candidates, shared, routed, gate_form, balanced, padding)
-        return routing.weights, routing.active, rows, routing.stats.probs
+        routing = eager.choose(
+            router_outputs, candidates, shared, routed, gate_form, balanced, padding
+        )
+        return routing.weights, routing.active, router_outputs, routing.stats.probs
 
     def backward(grads, inputs, outputs):
-        dweights, _, drows, dprobs = grads[:4]
-        return operators.route_backward(dweights, dprobs, drows, *outputs, *inputs)
+        dweights, _, drouter_outputs, dprobs = grads[:4]
+        (router_outputs,) = outputs
+        return operators.route_backward(dweights, dprobs, drouter_outputs, router_outputs, *inputs)
 
     constant = [1, 4]  # active and counts
     if lists_pairs:

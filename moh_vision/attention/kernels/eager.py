@@ -1,7 +1,8 @@
 """The operators in plain PyTorch. They compute all heads.
 
 Tests compare the compiled operators with these functions, and second derivatives of the compiled operators are computed
-through them. Where there is no compiled operator, `choose` and `gate_logits` route, and `project` and `combine` run too.
+through them. Models call some of them too, where no compiled operator can run: routers call `gate_logits` and `choose`,
+executors call `pairs`, `project` and `combine`.
 """
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 from moh_vision.attention.linear import cast_bias, in_float
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
-torch.fx.wrap("select_top_k")  # a leaf while tracing
+# fx records a call of this function and does not trace into it, because it branches on a shape, which is a proxy then.
+torch.fx.wrap("select_top_k")
 
 
 def pairs(active: Tensor) -> Pairs:
@@ -26,7 +28,8 @@ def pairs(active: Tensor) -> Pairs:
 
 def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
     """Return the head of each pair: [P] int64."""
-    per_head = offsets[:: (offsets.shape[0] - 1) // heads].diff()
+    B = (offsets.shape[0] - 1) // heads
+    per_head = offsets[::B].diff()  # number of pairs of each head
     return torch.repeat_interleave(
         torch.arange(heads, device=token.device), per_head, output_size=token.shape[0]
     )
@@ -65,6 +68,7 @@ def attend(
     """See `kernels.attend`."""
     B = (offsets.shape[0] - 1) // heads
     if source is not None:  # [1, X, M, D] to [B, H, M, D]
+        # A segment without pairs may have source -1, which index_select refuses. It reads nothing, so any keys will do.
         k, v = (
             t[0].index_select(0, source.clamp_min(0)).unflatten(0, (heads, B)).transpose(0, 1)
             for t in (k, v)
@@ -97,7 +101,7 @@ def combine(
 
 
 def choose(
-    rows: Tensor,
+    router_outputs: Tensor,
     candidates: int,
     shared: int,
     routed: int,
@@ -108,46 +112,46 @@ def choose(
     """Choose and weigh heads from the outputs of the router's linear layer; see `kernels.route.route`.
 
     Args:
-        rows: outputs of the layer, [B, N, R].
+        router_outputs: outputs of the layer, [B, N, R].
         candidates, shared, routed, gate_form, balanced: see `kernels.route.LinearRouter`.
         padding_mask: [B, N], True at padding.
     """
-    rows = heads_first(rows)  # [R, B, N]
+    router_outputs = heads_first(router_outputs)  # [R, B, N]
     two_groups = shared > 0 and candidates > 0
-    logits = rows[:candidates]  # [E, B, N]
+    logits = router_outputs[:candidates]  # [E, B, N]
     probs = logits.softmax(0)
     chosen = select_top_k(logits, routed)
     selected = probs.masked_fill(~chosen, 0.0)  # probabilities of the chosen candidates
 
-    # Multiply the factors of a group with each other first, on [B, N], and the result with the group's heads.
+    # Combine a group's factors on [B, N] before they meet the heads: H times less work.
     if balanced:
-        alpha = rows[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
+        alpha = router_outputs[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
     else:
-        half = 0.5 if two_groups else 1.0
-        alpha = torch.full((2, 1, 1), half, dtype=probs.dtype, device=rows.device)
+        share = 0.5 if two_groups else 1.0
+        alpha = torch.full((2, 1, 1), share, dtype=probs.dtype, device=router_outputs.device)
     if two_groups and gate_form == "released":
-        alpha = 2 * alpha
+        alpha = 2 * alpha  # so that two groups of equal share have factors of 1
     parts: list[Tensor] = []
     if shared > 0:
         factor = alpha[:1]
         if gate_form == "released":
             factor = shared * factor
-        if shared == 1:
-            gate = torch.ones(
-                (1, rows.shape[1], rows.shape[2]), dtype=probs.dtype, device=rows.device
-            )
+        if shared == 1:  # the softmax of one logit is 1, so the router has no output for this head
+            _, B, N = router_outputs.shape
+            gate = torch.ones((1, B, N), dtype=probs.dtype, device=router_outputs.device)
         else:
-            gate = rows[candidates:][:shared].softmax(0)  # [S, B, N]
+            gate = router_outputs[candidates : candidates + shared].softmax(0)  # [S, B, N]
         parts.append(gate * factor)
     if candidates > 0:
         factor = alpha[1:]
         if gate_form == "released":
             factor = routed * factor
-            # Where all candidates run, the sum is 1 but for rounding, and gates of equal logits must be exactly 1.
             if routed < candidates:
-                # The released code clamps this sum. That has no effect: the sum has the largest p, so it is at least 1/E.
+                # The released code clamps this sum, without effect: the sum includes the largest p, which is at least 1/E.
                 factor = factor / selected.sum(0, keepdim=True)
+            # If all candidates run, the sum is 1 but for rounding. Undivided, gates of equal logits are exactly 1.
         elif gate_form == "renormalised":
+            # Zhang 2022 detaches the sum: for the gradient it is a constant.
             selected = selected / selected.sum(0, keepdim=True).detach()
         parts.append(selected * factor)
 
@@ -159,13 +163,13 @@ def choose(
 def is_balanced(weight: Tensor, candidates: int, shared: int) -> bool:
     """Return whether the router's weight [R, C] has the two further rows that balance shared and routed heads."""
     rows = candidates
-    if shared > 1:
+    if shared > 1:  # a single shared head has no row
         rows += shared
     return weight.shape[0] > rows
 
 
 class FloatLinear(torch.autograd.Function):
-    """Compute x W^T of 16-bit tokens in float32, but save the 16-bit tokens for backward, which take half the memory."""
+    """Compute x W^T of 16-bit tokens in float32, but save the tokens in 16 bits for backward, in half the memory."""
 
     generate_vmap_rule = True
 
@@ -192,6 +196,7 @@ def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.is_meta:  # torch.autocast does not accept the meta device
         return F.linear(x.to(dtype), weight.to(dtype), cast_bias(bias, dtype))
+    # A compiler chooses itself what it saves for backward, and a traced graph cannot contain a function in Python.
     captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
     with torch.autocast(x.device.type, enabled=False):
         if x.dtype != dtype and bias is None and not captured:
@@ -221,13 +226,15 @@ def select_top_k(scores: Tensor, k: int) -> Tensor:
     """
     if k == 0 or k == scores.shape[0]:
         return torch.full(scores.shape, k > 0, dtype=torch.bool, device=scores.device)
-    lowest = -float("inf")
-    scores = torch.nan_to_num(scores.detach(), nan=lowest, posinf=-lowest, neginf=lowest)
-    # Which of equal scores topk returns is undefined, but the value of the k-th largest is not.
+    inf = float("inf")
+    # This changes NaN only: without `posinf` and `neginf` the infinities would become finite.
+    scores = torch.nan_to_num(scores.detach(), nan=-inf, posinf=inf, neginf=-inf)
+    # Which of equal scores topk returns is undefined, but the value of the k-th largest score is not.
     kth = scores.topk(k, dim=0)[0][-1:]  # [1, B, N]
     larger = scores > kth
     equal = scores == kth
-    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # equal scores that are chosen
+    # The number of equal scores that are chosen.
+    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)
     return larger | (equal & (equal.cumsum(0, dtype=torch.int32) <= left))
 
 

@@ -1,8 +1,8 @@
 """Route tokens: find the gates and the heads that run, for routers of one linear layer.
 
 On a GPU this is one Triton operator (see `gpu.route`), on a CPU one C++ operator if it is built (see `build`), elsewhere
-plain PyTorch. The three may differ in the last bit of logits, because they sum in different orders. All rank equal logits
-the same.
+plain PyTorch. The three may differ in the last bit of logits, because they sum in different orders. Among equal logits
+all three prefer the lower index.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 MOST_ROWS = 256  # most rows of a router's weight whose logits fit in the registers of a GPU
 
-torch.fx.wrap("gate_logits")  # a leaf while tracing
+# fx records a call of this function and does not trace into it, because it reads a dtype and a device, which proxies lack.
+torch.fx.wrap("gate_logits")
 
 
 class LinearRouter(NamedTuple):

@@ -38,7 +38,7 @@ from moh_vision.common.progress import Progress
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_loader
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.splits import latents_path, open_source, say_transparent
+from moh_vision.data.splits import latents_path, open_source, warn_of_transparent_pixels
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import (
     DTYPES,
@@ -115,7 +115,7 @@ def write_latents(options: Namespace) -> None:
     source = first(lambda: open_source(options.root, options.split))
     for remark in source.remarks:
         say(remark)
-    say_transparent(f"--data {options.root}", {options.split: source}, say)
+    warn_of_transparent_pixels(f"--data {options.root}", {options.split: source}, say)
     model = first(lambda: load_vae(options.vae, decodes=False))
     space = LatentSpace.of(model, options.vae)
     out = Path(options.out)
@@ -242,7 +242,7 @@ class Encoder:
             starts = range(0, len(plan[name]), options.batch_size)
             batches[name] = [plan[name][i : i + options.batch_size] for i in starts]
         transform = cropped("none", options.size, image_channels(self.model))
-        images = LabelledImages(self.source, transform, seed=0, replace=False)
+        images = LabelledImages(self.source, transform, seed=0, replace_unreadable=False)
         slices = sum(batches.values(), [])
         # Iterate the DataLoader inside the `Loader`: the latter counts bad samples of all batches, while each is
         # recorded with its shard here.

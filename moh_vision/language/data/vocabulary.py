@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a tokenizer.json of the package tokenizers: one of our own or a foreign one.
+"""Convert text to token ids and back, by a tokenizer.json of the package tokenizers: one of our own or a foreign one.
 
 Our own are of two kinds. Byte-level BPE (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use) knows
 every character and restores the text exactly, so raw text can go in and BLEU needs no post-processing. Words, split at
@@ -22,10 +22,11 @@ from moh_vision.common.progress import Progress
 from moh_vision.engine.ranks import say
 
 PAD, BOS, EOS, UNK, MASK = range(5)
-SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
+SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # <mask> only for masked models
+BASE_SPECIALS = SPECIALS[:MASK]  # those of every vocabulary of our own
 UNKNOWN = SPECIALS[UNK]
 MAX_BYTES = 1 << 28  # of a tokenizer.json
-MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24  # of a vocabulary
 FORMAT = "2"  # version of what caches hold
 SCHEMES = {  # model of a tokenizer.json -> (our name, class of the pre-tokenizer)
     models.BPE: ("bpe", pre_tokenizers.ByteLevel),
@@ -33,15 +34,29 @@ SCHEMES = {  # model of a tokenizer.json -> (our name, class of the pre-tokenize
 }
 TOKENIZER = "tokenizer.json"
 COMPANION = "tokenizer_config.json"
-SPECIAL_MAP = "special_tokens_map.json"  # of transformers before 5: roles that COMPANION may lack
+SPECIAL_MAP = (
+    "special_tokens_map.json"  # written by transformers before 5; has roles that COMPANION may lack
+)
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 # Keys of a foreign COMPANION that are not carried over: code, paths on another machine, and options with which
 # transformers would encode differently from the tokenizer.json, which training reads.
-NOT_CARRIED = (
-    *("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "merges_file"),
-    *("special_tokens_map_file", "is_local", "backend", "post_processor"),
-    *("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"),
+NOT_CARRIED = frozenset(
+    {
+        "auto_map",
+        "name_or_path",
+        "tokenizer_file",
+        "vocab_file",
+        "merges_file",
+        "special_tokens_map_file",
+        "is_local",
+        "backend",
+        "post_processor",
+        "add_bos_token",
+        "add_eos_token",
+        "add_prefix_space",
+        "split_special_tokens",
+    }
 )
 # Our texts have no bos: eos stands before the first token too.
 OWN_ROLES = dict(eos_token=SPECIALS[EOS], bos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
@@ -58,17 +73,18 @@ class Vocabulary:
 
     Args:
         data: the bytes of the tokenizer.json.
-        where: names it in messages.
+        where: name of the tokenizer.json in messages.
         companion: content of the tokenizer_config.json and the other files beside a foreign tokenizer.json.
         foreign: whether the tokenizer.json may be one that this package did not write.
 
     Attributes:
         scheme: "bpe", "word" or "foreign".
-        specials: number of special ids, which come first: 4, or 5 with a mask; 0 if foreign.
-        bos, eos, pad: ids; bos and pad may be None.
-        markers: pattern that finds special tokens in a text; None: a foreign one has none, or it is our own.
-        companion: what `save` writes into tokenizer_config.json of a foreign one; {} for our own.
-        fingerprint: sha256 of tokenizer.json, kept in checkpoints.
+        specials: number of special tokens of a vocabulary of our own, which have the first ids: 4, or 5 with <mask>; 0
+            for a foreign one.
+        bos, eos, pad: ids of these tokens; bos and pad may be None.
+        markers: pattern that finds a foreign vocabulary's special tokens in a text; None if it has none, and for our own.
+        companion: what `save` writes into the tokenizer_config.json of a foreign vocabulary; {} for our own.
+        fingerprint: sha256 of the tokenizer.json, which checkpoints contain.
     """
 
     def __init__(
@@ -102,7 +118,7 @@ class Vocabulary:
         else:
             self.scheme, _ = SCHEMES[type(self._tokenizer.model)]
             self.lowercase = self._tokenizer.normalizer is not None
-            self.specials = MASK
+            self.specials = len(BASE_SPECIALS)
             if token_ids.get(SPECIALS[MASK]) == MASK:
                 self.specials += 1
             self.companion = {}
@@ -111,14 +127,16 @@ class Vocabulary:
         self.eos = token_ids.get(self.roles.get("eos_token"))
         self.bos = token_ids.get(self.roles.get("bos_token"))
         self.pad = token_ids.get(self.roles.get("pad_token"))
-        self._tokenizer.encode_special_tokens = True  # a special token written in a text is text
+        self._tokenizer.encode_special_tokens = (
+            True  # encode "</s>" in a text as text, not as the special token
+        )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
 
     @classmethod
     def load(cls, path: Path, foreign: bool = False) -> Self:
-        """Read a tokenizer.json; `foreign`: also one that this package did not write."""
+        """Read a tokenizer.json; with `foreign` it may be one that this package did not write."""
         companion = _companion(path) if foreign else None
         return cls(_read(path), str(path), companion, foreign)
 
@@ -149,26 +167,28 @@ class Vocabulary:
         return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as the tokenizer does (LLaMA's adds bos), but without eos.
+        """Encode texts as the tokenizer does, but without an eos at the end. LLaMA's tokenizer adds a bos.
 
         Special tokens that are written in a text are encoded as text.
         """
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self._ends_with_eos:
             return [ids[:-1] for ids in rows]
-        if self.scheme == "word":  # a word "</s>" in the text would get the id of the special token
+        if (
+            self.scheme == "word"
+        ):  # WordLevel gives a word "</s>" in the text the id of the special token
             return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
         return rows
 
     def marker_in(self, text: str) -> str | None:
-        """Return the first special token (see `markers`) that is written in a text; None if there is none."""
+        """Return the first special token of a foreign vocabulary that is written in a text; None if there is none."""
         if self.markers is None:
             return None
         found = self.markers.search(text)
         return None if found is None else found[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text, on one line, without special tokens but "<unk>"."""
+        """Return the text of ids, on one line. Special tokens are left out; "<unk>", which is a word, stays."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
 
@@ -180,31 +200,36 @@ def train_vocabulary(
     lowercase: bool = False,
     mask: bool = False,
 ) -> Vocabulary:
-    """Train a vocabulary of byte pairs, or without `merges` of words.
+    """Train a vocabulary: of byte-level BPE if `merges` is given, else of words.
 
     Args:
         texts: training texts; iterated once.
-        merges: byte-level BPE has the special tokens, 256 bytes and at most this many merged tokens, fewer if no further
-            pair occurs twice.
-        words: keep this many words, sorted by frequency, then alphabetically; further ones are unknown. None: keep all.
+        merges: number of merged tokens, beside the special tokens and 256 bytes. There are fewer if no further pair of
+            tokens occurs twice.
+        words: number of words to keep, the most frequent ones; equally frequent ones in alphabetical order. All others
+            become <unk>. None: keep all.
         lowercase: turn all text to lower case.
-        mask: add the special token <mask>. (<unk> is not special, because it is a word of WikiText's text.)
+        mask: add the special token <mask>.
     """
-    specials = list(SPECIALS if mask else SPECIALS[:MASK])
+    specials = list(SPECIALS if mask else BASE_SPECIALS)
     if merges is not None:
         tokenizer, trainer = _untrained_bpe(specials, merges)
+        # WikiText's texts contain the word "<unk>". Its letters must not be merged into tokens.
         texts = (text.replace(UNKNOWN, " ") for text in texts)
     else:
         tokenizer, trainer = _untrained_words(specials, words)
+        # Lower the case first: "</S>" then is a special token too, which the next line leaves out.
         lines = (text.lower() if lowercase else text for text in texts)
+        # Words that read like special tokens are not counted: they have their ids already.
         texts = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.train_from_iterator(texts, trainer)
     content = json.loads(tokenizer.to_str())
+    # The trainers made <unk> a special token, which decoding would leave out. It is a word of WikiText's texts.
     if merges is not None:
         content["added_tokens"][UNK].update(special=False, lstrip=True)
-    else:  # <unk> is a word like any other
+    else:  # the words of the model contain <unk>
         del content["added_tokens"][UNK]
     data = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return Vocabulary(data.encode(), "the new vocabulary")
@@ -213,7 +238,7 @@ def train_vocabulary(
 def _untrained_bpe(specials: list[str], merges: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    # Encoding drops the blank before "<unk>", a word of WikiText's text, and adds a blank before the text. Decoding
+    # Encoding drops the blank before "<unk>", a word of WikiText's texts, and adds a blank before the text. The decoder
     # undoes both.
     steps = [
         decoders.Replace(UNKNOWN, f" {UNKNOWN}"),
@@ -246,8 +271,13 @@ def _untrained_words(
 def trained_vocabulary(
     texts: Sequence, cache_dir: str, before: Callable[[], None] | None = None, **options
 ) -> Vocabulary:
-    """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and train it.
-    `options`: see `train_vocabulary`.
+    """Return the vocabulary of training texts from the cache, or train it.
+
+    Args:
+        texts: the training texts; two of them make a joint vocabulary of two languages.
+        cache_dir: folder of the cache.
+        before: called before a vocabulary is trained.
+        **options: see `train_vocabulary`.
     """
 
     def load(folder: Path) -> Vocabulary:
@@ -265,12 +295,12 @@ def trained_vocabulary(
 
 
 def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Callable):
-    """Return what is loaded from a folder of the cache; make it if it is missing or damaged.
+    """Load the content of a folder of the cache; make the folder first if it is missing or damaged.
 
     Args:
         cache_dir: where the folder is.
         name: beginning of the folder's name.
-        made_from: all that determines the content; a hash of it ends the folder's name.
+        made_from: everything that determines the content; the folder's name ends with its hash.
         load: returns the content of a folder.
         make: writes the content into a folder.
     """
@@ -299,8 +329,9 @@ def _why_foreign(tokenizer: Tokenizer, token_ids: dict[str, int]) -> str:
     tokens = sorted(token_ids, key=token_ids.__getitem__)
     if type(tokenizer.model) not in SCHEMES:
         return f"its model is {type(tokenizer.model).__name__}, allowed are BPE and WordLevel"
-    if tuple(tokens[:MASK]) != SPECIALS[:MASK]:
-        return f"its first tokens are {', '.join(map(repr, tokens[:MASK]))}, not {', '.join(SPECIALS[:MASK])}"
+    first = tuple(tokens[: len(BASE_SPECIALS)])
+    if first != BASE_SPECIALS:
+        return f"its first tokens are {', '.join(map(repr, first))}, not {', '.join(BASE_SPECIALS)}"
     if [token_ids[token] for token in tokens] != list(range(len(tokens))):
         return "its tokens are not numbered from 0 on, each once"
     normalizer = tokenizer.normalizer
@@ -359,7 +390,7 @@ def _json_beside(file: Path) -> dict:
 
 
 def _roles(companion: dict, token_ids: dict[str, int], where: str) -> dict[str, str]:
-    """Return role -> token of a foreign tokenizer: as its tokenizer_config.json names them, else by the usual names."""
+    """Return role -> token of a foreign tokenizer, from its tokenizer_config.json or else from the usual names."""
     named = {}
     for role in USUAL_ROLES:
         token = companion.get(role)

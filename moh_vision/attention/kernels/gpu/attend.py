@@ -41,8 +41,8 @@ from moh_vision.attention.kernels.gpu.rows import (
     key_range,
     load,
     load_keys,
+    mask_scores,
     product,
-    see,
     store,
     times,
     widths,
@@ -55,23 +55,32 @@ from moh_vision.attention.kernels.gpu.rows import (
 
 @triton.jit
 def attend_keys(
-    sums, q, n, mask, k_tiles, v_tiles, k, v, b, g, k_by, v_by, M, low, high, scale, root,
+    sums, q, n, mask_rows, k_tiles, v_tiles, k, v, b, g, k_row_by, v_row_by, M, low, high, scale, root,
     EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Add keys low .. high - 1 to the running sums of an online softmax.
 
-    The sums are acc (of values, weighted by exponentials), top (largest score, before scaling) and total (of
-    exponentials).
+    Args:
+        sums: acc, the sum of values weighted by exponentials, in one or two parts (see `rows`); top, the largest score,
+            before scaling; total, the sum of exponentials.
+        q, n: queries of the tile, and their tokens.
+        mask_rows: pointers to the mask's rows of these queries; not used without a mask.
+        k_tiles, v_tiles, k, v, b, g: see `load_keys`.
+        k_row_by, v_row_by: row strides of keys and values, in elements.
+        M: number of keys.
+        low, high: the keys.
+        scale, root: log2(e) / sqrt(D), and sqrt(D).
+        EDGE: see `mask_scores`; blocks have EDGE_N keys then, else BLOCK_N.
     """
     acc, top, total = sums
     BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
     for start in range(low, high, BLOCK):
         key = start + tl.arange(0, BLOCK)
         real = key < M
-        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
+        k_block = load_keys(k_tiles, k, b, g, start, k_row_by, real, EDGE, spec)
         scores = product(q, k_block, spec)  # [BLOCK_M, BLOCK_N]
-        mask_pointers = mask[:, None] + key[None, :]
-        scores = see(scores, mask_pointers, n[:, None], key[None, :], M, root, EDGE, spec)
+        mask_tile = mask_rows[:, None] + key[None, :]
+        scores = mask_scores(scores, mask_tile, n[:, None], key[None, :], M, root, EDGE, spec)
 
         new = tl.maximum(top, tl.max(scores, 1))
         base = new
@@ -79,8 +88,8 @@ def attend_keys(
             # A query that has seen no key yet has top -inf, and -inf minus -inf would be NaN.
             base = tl.where(new == -float("inf"), 0.0, new)
         if spec.MASK == FLOAT_MASK:
-            # Subtract before scaling. A bias of -1e9 may hide all keys: then the products below are so large that the
-            # rounding of one of them, where the compiler fuses the other, would change the exponent by up to 64.
+            # Subtract before scaling. The other form subtracts two products. With a bias of -1e9 on all keys both are huge,
+            # and if the compiler fuses one into the subtraction, only the other is rounded: the exponent is off by up to 64.
             p = tl.exp2((scores - base[:, None]) * scale)
             shrink = tl.exp2((top - base) * scale)
         else:
@@ -88,7 +97,7 @@ def attend_keys(
             shrink = tl.exp2(top * scale - base * scale)
         top = new
         total = total * shrink + tl.sum(p, 1)
-        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, EDGE, spec)
+        v_block = load_keys(v_tiles, v, b, g, start, v_row_by, real, EDGE, spec)
         acc = add_product(times(acc, shrink[:, None], spec), p, v_block, spec)
     return acc, top, total
 
@@ -103,7 +112,7 @@ def forward_kernel(
     Arguments are those of `forward`, and: k_tiles, v_tiles, descriptors of k and v or None; q_by .. mask_by, strides (see
     `Given`; those of q, k and v in units of spec.UNIT); root, sqrt(D).
     """
-    exists, b, h, first, stop, n, low, high = find_tile(token, offsets, B, N, H, spec)
+    exists, b, h, first, stop, n, zero_from, zero_to = find_tile(token, offsets, B, N, H, spec)
     if exists == 0:
         return
     g = h // (H // G)
@@ -118,26 +127,28 @@ def forward_kernel(
     q_rows = load(q_head, n64 * (q_by[2] * spec.UNIT), real, spec)
     k += (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
     v += (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
-    mask_rows = n64
+    mask_rows = n64  # not read without a mask
     if spec.MASK != NO_MASK:
         mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
 
     scale = LOG2E / root
-    nothing = tl.zeros(n.shape, tl.float32)
-    sums = (zeros(spec.BLOCK_M, spec), nothing - float("inf"), nothing)
-    # First the blocks of keys that all queries see, then those that need a mask.
+    top = tl.full(n.shape, -float("inf"), tl.float32)
+    total = tl.zeros(n.shape, tl.float32)
+    sums = (zeros(spec.BLOCK_M, spec), top, total)
+    # First the blocks whose keys all queries of the tile see, then the blocks at the edge, see EDGE of `mask_scores`.
     full, last = key_range(n, first, stop, M, spec)
+    k_row_by = k_by[2] * spec.UNIT
+    v_row_by = v_by[2] * spec.UNIT
     # fmt: off
-    by = k_by[2] * spec.UNIT, v_by[2] * spec.UNIT
     sums = attend_keys(
-        sums, q_rows, n, mask_rows, k_tiles, v_tiles, k, v, b, g, by[0], by[1], M, 0, full, scale, root, False, spec,
+        sums, q_rows, n, mask_rows, k_tiles, v_tiles, k, v, b, g, k_row_by, v_row_by, M, 0, full, scale, root, False, spec,
     )
     acc, top, total = attend_keys(
-        sums, q_rows, n, mask_rows, k_tiles, v_tiles, k, v, b, g, by[0], by[1], M, full, last, scale, root, True, spec,
+        sums, q_rows, n, mask_rows, k_tiles, v_tiles, k, v, b, g, k_row_by, v_row_by, M, full, last, scale, root, True, spec,
     )
     # fmt: on
 
-    # A query that sees no key has total 0: its output becomes 0, and `top` makes its lse -inf.
+    # A query that sees no key has total 0 and top -inf: its output becomes 0, and its lse -inf.
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + pair, (top * scale + tl.log2(total)) / LOG2E, mask=real)
     factor = 1.0 / total
@@ -147,7 +158,8 @@ def forward_kernel(
     o += (b64 * N * H + h64) * spec.D
     o_by = H * spec.D
     store(o, n64 * o_by, times(acc, factor[:, None], spec), real, spec)
-    write_zeros(o, o_by, None, 0, n, first, stop, low, high, spec)
+    # None, 0: there are no gates to write zeros into.
+    write_zeros(o, o_by, None, 0, n, first, stop, zero_from, zero_to, spec)
 
 
 def forward(
@@ -185,8 +197,9 @@ def forward(
 def unit_of(*rows: Tensor) -> int:
     """Return 8 if all row strides are multiples of 8 elements, else 1: the unit in which kernels get these strides.
 
-    Triton finds out by itself only whether a stride is divisible by 16. Rows of 72 elements have a stride divisible by 8:
-    a kernel that multiplies a stride in units by 8 tells Triton so, which then loads several elements at a time.
+    If Triton knows that a stride is divisible by 8, it loads several elements at a time. By itself it only finds out
+    whether a stride is divisible by 16, which that of rows of 72 elements is not. A kernel that gets a stride in units
+    and multiplies it by 8 tells Triton.
     """
     strides = [stride for x in rows for stride in x.stride()[:-1]]
     if all(stride % 8 == 0 for stride in strides):
@@ -221,13 +234,15 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 class Given(NamedTuple):
-    """The gates and the mask of a call, as kernels read them."""
+    """How kernels read the gates and the mask of a call."""
 
     gated: bool
     mask: Tensor | None  # [B, H, N, M], contiguous along M; uint8 or float
     mask_type: int  # the value of NO_MASK, BOOL_MASK or FLOAT_MASK
     is_causal: bool
-    gates_by: tuple[int, int, int]  # strides of the gates along b, n, h; n: 0 if all n share a gate
+    gates_by: tuple[
+        int, int, int
+    ]  # strides of the gates along b, n, h; 0 along n if there is one gate per sequence
     mask_by: tuple[int, int, int]  # strides of the mask along b, h, n
 
     @classmethod
@@ -290,20 +305,24 @@ class Given(NamedTuple):
         return spec, dict(num_warps=block.warps, num_stages=block.stages)
 
     def edge(self, block: int, keys: int) -> int:
-        """Return the size of the last block of keys: a power of two, at least 16, that holds the remaining keys.
+        """Return the size of blocks of keys at the edge, see EDGE of `mask_scores`.
 
-        197 keys in blocks of 64 leave 5 for the last block, which has size 16 then.
+        Without a causal mask the edge is what remains of the keys after the full blocks. Its size is a power of two, at
+        least 16: 197 keys in blocks of 64 leave 5, and the block at the edge has size 16.
 
         Args:
-            block: size of the other blocks.
+            block: size of the full blocks.
             keys: M.
         """
-        if self.is_causal:  # the blocks on the diagonal are edge blocks too, and they are full
+        if (
+            self.is_causal
+        ):  # blocks on the diagonal are at the edge too, and have up to `block` keys
             return block
-        return min(block, max(16, next_power_of_2(keys % block)))
+        remaining = keys % block  # if 0, there is no block at the edge
+        return min(block, max(16, next_power_of_2(remaining)))
 
     def key_tiles(self, spec: Spec, k: Tensor, v: Tensor) -> tuple[TensorDescriptor | None, ...]:
-        """Return descriptors of keys and values, or two times None if the kernel reads them through pointers."""
+        """Return descriptors of keys and values, or None for both if the kernel reads them through pointers."""
         if not spec.TMA:
             return None, None
         return descriptor(k, spec.BLOCK_N), descriptor(v, spec.BLOCK_N)

@@ -37,9 +37,9 @@ from moh_vision.attention.kernels.gpu.rows import (
     load,
     load_keys,
     load_packed,
+    mask_scores,
     product,
     row_products,
-    see,
     store,
     store_part,
     times,
@@ -80,7 +80,7 @@ def pack_kernel(
     q_by, do_by, gates_by, dq_by, B, N, H, spec: tl.constexpr,
 ):  # fmt: skip
     """A program packs the pairs of one tile, see `Packed`, and writes zeros into dq and dgates for tokens without a pair."""
-    exists, b, h, first, stop, n, low, high = find_tile(token, offsets, B, N, H, spec)
+    exists, b, h, first, stop, n, zero_from, zero_to = find_tile(token, offsets, B, N, H, spec)
     if exists == 0:
         return
     pair = first + tl.arange(0, spec.BLOCK_M)
@@ -107,7 +107,7 @@ def pack_kernel(
         dgates += b64 * N * H + h64
     dq_head = dq + (b64 * dq_by[0] + h64 * dq_by[1]) * spec.UNIT
     dq_step = dq_by[2] * spec.UNIT
-    write_zeros(dq_head, dq_step, dgates, H, n, first, stop, low, high, spec)
+    write_zeros(dq_head, dq_step, dgates, H, n, first, stop, zero_from, zero_to, spec)
 
 
 # ---- Queries
@@ -115,20 +115,20 @@ def pack_kernel(
 
 @triton.jit
 def queries_keys(
-    sums, q, do, n, gate, delta, lse, mask, k_tiles, v_tiles, k, v, b, g, k_by, v_by, M, low, high, scale, root,
-    EDGE: tl.constexpr, spec: tl.constexpr,
+    sums, q, do, n, gate, delta, lse, mask_rows, k_tiles, v_tiles, k, v, b, g, k_row_by, v_row_by, M, low, high,
+    scale, root, EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """Add to `sums`, the gradients of queries and gates, what keys low .. high - 1 contribute."""
+    """Add to `sums`, the gradients of queries and gates, what keys low .. high - 1 contribute; see `attend_keys`."""
     dq, dgate = sums
     BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
     for start in range(low, high, BLOCK):
         key = start + tl.arange(0, BLOCK)
         real = key < M
-        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
-        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, EDGE, spec)
+        k_block = load_keys(k_tiles, k, b, g, start, k_row_by, real, EDGE, spec)
+        v_block = load_keys(v_tiles, v, b, g, start, v_row_by, real, EDGE, spec)
         scores = product(q, k_block, spec)
-        mask_tile = mask[:, None] + key[None, :]
-        scores = see(scores, mask_tile, n[:, None], key[None, :], M, root, EDGE, spec)
+        mask_tile = mask_rows[:, None] + key[None, :]
+        scores = mask_scores(scores, mask_tile, n[:, None], key[None, :], M, root, EDGE, spec)
         p = probabilities(scores, scale, lse[:, None], spec)
         dp = product(do, v_block, spec)
         if spec.GATED:
@@ -166,21 +166,22 @@ def queries_kernel(
         gate = tl.load(gates + pair, mask=real, other=0.0)
     k += (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
     v += (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
-    mask_rows = n64
+    mask_rows = n64  # not read without a mask
     if spec.MASK != NO_MASK:
         mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
 
     scale = LOG2E / root
     sums = (zeros(spec.BLOCK_M, spec), tl.zeros(n.shape, tl.float32))
     full, last = key_range(n, first, stop, M, spec)
+    k_row_by = k_by[2] * spec.UNIT
+    v_row_by = v_by[2] * spec.UNIT
     # fmt: off
-    by = k_by[2] * spec.UNIT, v_by[2] * spec.UNIT
     sums = queries_keys(
-        sums, q_rows, do_rows, n, gate, row_delta, row_lse, mask_rows, k_tiles, v_tiles, k, v, b, g, by[0], by[1],
+        sums, q_rows, do_rows, n, gate, row_delta, row_lse, mask_rows, k_tiles, v_tiles, k, v, b, g, k_row_by, v_row_by,
         M, 0, full, scale, root, False, spec,
     )
     dq_rows, dgate = queries_keys(
-        sums, q_rows, do_rows, n, gate, row_delta, row_lse, mask_rows, k_tiles, v_tiles, k, v, b, g, by[0], by[1],
+        sums, q_rows, do_rows, n, gate, row_delta, row_lse, mask_rows, k_tiles, v_tiles, k, v, b, g, k_row_by, v_row_by,
         M, full, last, scale, root, True, spec,
     )
     # fmt: on
@@ -196,7 +197,7 @@ def queries_kernel(
 
 @triton.jit
 def keys_pairs(
-    sums, k, v, key, q, do, gates, lse2, delta, token, mask, mask_by, low, high, shift, M,
+    sums, k, v, key, q, do, gates, lse2, delta, token, mask_head, mask_row_by, low, high, shift, M,
     scale, root, EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """Add to `sums`, the gradients of a block of keys and values, what pairs low .. high - 1 contribute.
@@ -221,11 +222,13 @@ def keys_pairs(
         scores = product(k, q_rows, spec)  # [BLOCK_N, BLOCK_M]
         if spec.MASK != NO_MASK or spec.CAUSAL:
             n = tl.load(token + pair, mask=real, other=shift) - shift
-            mask_rows = n.to(tl.int64)
+            mask_rows = n.to(tl.int64)  # not read without a mask
             if spec.MASK != NO_MASK:
-                mask_rows = mask + mask_rows * mask_by
+                mask_rows = mask_head + mask_rows * mask_row_by
             mask_tile = mask_rows[None, :] + key[:, None]
-            scores = see(scores, mask_tile, n[None, :], key[:, None], M, root, spec.CAUSAL, spec)
+            scores = mask_scores(
+                scores, mask_tile, n[None, :], key[:, None], M, root, spec.CAUSAL, spec
+            )
         p = probabilities(scores, scale, row_lse[None, :], spec)
         dp = product(v, do_rows, spec)
         if spec.GATED:
@@ -269,10 +272,10 @@ def keys_kernel(
     sums = (zeros(spec.BLOCK_N, spec), zeros(spec.BLOCK_N, spec))
     for h in range(g * (H // G), (g + 1) * (H // G)):
         mask_head = mask
-        mask_step = 0
+        mask_row_by = 0
         if spec.MASK != NO_MASK:
             mask_head = mask + b64 * mask_by[0] + tl.cast(h, tl.int64) * mask_by[1]
-            mask_step = mask_by[2]
+            mask_row_by = mask_by[2]
         low = tl.load(offsets + h * B + b)
         high = tl.load(offsets + h * B + b + 1)
         if spec.CAUSAL:  # skip the pairs whose tokens come before the block's first key: they see none of its keys
@@ -281,11 +284,11 @@ def keys_kernel(
         # fmt: off
         sums = keys_pairs(
             sums, k_rows, v_rows, key, q_packed, do_packed, gates, lse2, delta, token,
-            mask_head, mask_step, low, full, shift, M, scale, root, False, spec,
+            mask_head, mask_row_by, low, full, shift, M, scale, root, False, spec,
         )
         sums = keys_pairs(
             sums, k_rows, v_rows, key, q_packed, do_packed, gates, lse2, delta, token,
-            mask_head, mask_step, full, high, shift, M, scale, root, True, spec,
+            mask_head, mask_row_by, full, high, shift, M, scale, root, True, spec,
         )
         # fmt: on
 

@@ -226,7 +226,16 @@ def _fake_project_and_route(exact, x, weight, bias, router_weight, *router):
 
 
 def _fake_project_and_route_backward(
-    dproduct, dweights, dprobs, drows, rows, x, weight, bias, router_weight, *router
+    dproduct,
+    dweights,
+    dprobs,
+    drouter_outputs,
+    router_outputs,
+    x,
+    weight,
+    bias,
+    router_weight,
+    *router,
 ):
     dbias = weight.new_empty(0)
     if bias is not None:
@@ -241,10 +250,11 @@ def _fake_project_and_route_backward(
 
 def _project_and_route_gradients(grads, inputs, outputs):
     """See `contract.differentiate`, argument `backward`."""
-    dproduct, dweights, _, drows, dprobs = grads[:5]
+    dproduct, dweights, _, drouter_outputs, dprobs = grads[:5]
+    (router_outputs,) = outputs
     _exact, *remaining = inputs
     dx, dweight, dbias, drouter = OPS.project_and_route_backward(
-        dproduct, dweights, dprobs, drows, *outputs, *remaining
+        dproduct, dweights, dprobs, drouter_outputs, router_outputs, *remaining
     )
     bias = inputs[3]
     if bias is None:
@@ -253,14 +263,15 @@ def _project_and_route_gradients(grads, inputs, outputs):
 
 
 def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *router):
-    """Project and route in PyTorch, with the logits that the operator saved.
+    """Project and route in PyTorch, with the router's outputs that the operator saved.
 
-    The tokens of the router, `_exact`, were not saved, and the logits of the rounded tokens x might choose other heads.
+    The tokens of the router, `_exact`, were not saved, and the router's outputs for the rounded tokens x might choose
+    other heads.
     """
-    (rows,) = outputs
-    # Values of the saved logits, with the gradient of those of x.
+    (saved,) = outputs
+    # The values are the saved outputs, the gradient is that of the outputs for x.
     rounded = eager.gate_logits(x, router_weight)
-    exact = rounded + (rows - rounded).detach()
+    exact = rounded + (saved - rounded).detach()
     candidates, shared, routed, gate_form, padding = router
     balanced = eager.is_balanced(router_weight, candidates, shared)
     routing = eager.choose(exact, candidates, shared, routed, gate_form, balanced, padding)

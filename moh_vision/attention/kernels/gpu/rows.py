@@ -204,7 +204,7 @@ def load_keys(tiles, pointer, b, g, start, rows_by, real, EDGE: tl.constexpr, sp
 
 
 @triton.jit
-def see(scores, mask, n, key, M, root, EDGE: tl.constexpr, spec: tl.constexpr):
+def mask_scores(scores, mask, n, key, M, root, EDGE: tl.constexpr, spec: tl.constexpr):
     """Mask the scores, which are not yet divided by `root` = sqrt(D).
 
     Args:
@@ -242,8 +242,9 @@ def find_tile(token, offsets, B, N, H, spec: tl.constexpr):
         b, h: its sequence and head.
         first, stop: its pairs are first .. stop - 1 of the list.
         n: the tokens of its pairs, [BLOCK_M].
-        low, high: the tile writes its results or zeros for tokens low .. high - 1: from its first token, or 0 for the
-            first tile of a segment, to the token before the next tile's first, or N - 1 for the last tile.
+        zero_from, zero_to: among tokens zero_from .. zero_to - 1 the tile writes zeros for those without a pair. The range
+            begins at the tile's first token, or at 0 for the first tile of a segment. It ends before the next tile's
+            first token, or at N for the last tile.
     """
     tiles = tl.cdiv(N, spec.BLOCK_M)
     program = tl.program_id(0)
@@ -262,16 +263,18 @@ def find_tile(token, offsets, B, N, H, spec: tl.constexpr):
     pair = first + tl.arange(0, spec.BLOCK_M)
     # Not mask=exists & (pair < stop): in the interpreter of Triton 3.9 a scalar bool becomes an int32, which is no mask.
     n = tl.load(token + pair, mask=pair < tl.where(exists, stop, first), other=shift) - shift
-    low = tl.load(token + first, mask=exists & (first < stop) & (index > 0), other=shift) - shift
-    high = tl.load(token + stop, mask=exists & (stop < end), other=shift + N) - shift
-    return exists, b, h, first, stop, n, low, high
+    zero_from = (
+        tl.load(token + first, mask=exists & (first < stop) & (index > 0), other=shift) - shift
+    )
+    zero_to = tl.load(token + stop, mask=exists & (stop < end), other=shift + N) - shift
+    return exists, b, h, first, stop, n, zero_from, zero_to
 
 
 @triton.jit
 def key_range(n, first, stop, M, spec: tl.constexpr):
     """Return `full` and `last`: all queries of a tile see the keys before `full`, and none sees a key from `last` on.
 
-    `full` is a multiple of BLOCK_N. The keys between them need a mask, see EDGE.
+    `full` is a multiple of BLOCK_N. Keys full .. last - 1 are at the edge, see EDGE of `mask_scores`.
     """
     last = M
     full = M // spec.BLOCK_N * spec.BLOCK_N
@@ -287,22 +290,22 @@ def key_range(n, first, stop, M, spec: tl.constexpr):
 
 
 @triton.jit
-def write_zeros(x, x_by, gates, gates_by, n, first, stop, low, high, spec: tl.constexpr):
-    """Write zeros for those of the tokens low .. high - 1 that have no pair in the tile.
+def write_zeros(x, x_by, gates, gates_by, n, first, stop, zero_from, zero_to, spec: tl.constexpr):
+    """Write zeros for the tokens zero_from .. zero_to - 1 that have no pair in the tile.
 
     Args:
         x: pointer to the rows of b and h that get zeros.
         x_by: stride of these rows, in elements.
         gates: pointer to further elements that get zeros, one per token, or None.
         gates_by: stride of these elements.
-        n, first, stop, low, high: see `find_tile`.
+        n, first, stop, zero_from, zero_to: see `find_tile`.
     """
-    if high - low > stop - first:
+    if zero_to - zero_from > stop - first:
         taken = tl.where(first + tl.arange(0, spec.BLOCK_M) < stop, n, -1)
-        for start in range(low, high, spec.BLOCK_M):
+        for start in range(zero_from, zero_to, spec.BLOCK_M):
             free = start + tl.arange(0, spec.BLOCK_M)
             is_taken = tl.max((free[:, None] == taken[None, :]).to(tl.int32), 1)
-            real = (free < high) & (is_taken == 0)
+            real = (free < zero_to) & (is_taken == 0)
             row = free.to(tl.int64)
             store(x, row * x_by, zeros(spec.BLOCK_M, spec), real, spec)
             if gates is not None:

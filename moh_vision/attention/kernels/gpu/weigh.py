@@ -1,4 +1,7 @@
-"""Multiply the outputs of all heads by their gates, in Triton: each element is read once, in the order of memory."""
+"""Multiply the outputs of all heads by their gates, in Triton.
+
+Each output is read once. Consecutive programs take the heads of the same tokens, which are neighbours in memory.
+"""
 
 import torch
 import triton
@@ -21,12 +24,14 @@ def _weigh_kernel(
     n = t % N
     d = tl.arange(0, WIDTH)
     real = (t < T)[:, None] & (d < D)[None, :]
+    # o_by: strides of o along b and n. The heads of a token are contiguous, see `lies_by_token`.
     o_rows = (b * o_by[0] + n * o_by[1])[:, None] + h * D + d[None, :]
-    x = tl.load(o + o_rows, mask=real, other=0.0)
+    outputs = tl.load(o + o_rows, mask=real, other=0.0)
+    # Gates beyond T are undefined: what they multiply is not stored.
     gate = tl.load(weights + b * weights_by[0] + n * weights_by[1] + h * weights_by[2], mask=t < T)
-    x = x.to(tl.float32) * gate.to(tl.float32)[:, None]
+    weighted = outputs.to(tl.float32) * gate.to(tl.float32)[:, None]
     rows = (t * H * D)[:, None] + h * D + d[None, :]
-    tl.store(y + rows, x.to(y.dtype.element_ty), mask=real)
+    tl.store(y + rows, weighted.to(y.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -46,17 +51,18 @@ def _weigh_backward_kernel(
     rows = (t * H * D)[:, None] + h * D + d[None, :]
     grad = tl.load(dy + rows, mask=real, other=0.0).to(tl.float32)
     o_rows = (b * o_by[0] + n * o_by[1])[:, None] + h * D + d[None, :]
-    x = tl.load(o + o_rows, mask=real, other=0.0).to(tl.float32)
+    outputs = tl.load(o + o_rows, mask=real, other=0.0).to(tl.float32)
+    # Gates beyond T are undefined: what they multiply is not stored.
     gate = tl.load(weights + b * weights_by[0] + n * weights_by[1] + h * weights_by[2], mask=t < T)
-    tl.store(dweights + t * H + h, tl.sum(grad * x, 1), mask=t < T)
-    x = grad * gate.to(tl.float32)[:, None]
-    tl.store(do + rows, x.to(do.dtype.element_ty), mask=real)
+    tl.store(dweights + t * H + h, tl.sum(grad * outputs, 1), mask=t < T)
+    doutputs = grad * gate.to(tl.float32)[:, None]
+    tl.store(do + rows, doutputs.to(do.dtype.element_ty), mask=real)
 
 
 def lies_by_token(o: Tensor) -> bool:
     """Return whether o [B, H, N, D] is a transposed [B, N, H, D] whose last two dimensions are contiguous.
 
-    Fused attention returns its outputs so.
+    Outputs of fused attention are.
     """
     return o.stride(3) == 1 and o.stride(1) == o.shape[3]
 
