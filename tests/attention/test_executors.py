@@ -595,7 +595,10 @@ def test_reference_against_plain_softmax():
 
 
 BAD_ARGUMENTS = {
-    "router": (dict(router="mho"), "router 'mho' is not one of dense, mae, moa, moh, query_norm"),
+    "router": (
+        dict(router="mho"),
+        "router 'mho' is not one of dense, gated, mae, moa, moh, query_norm",
+    ),
     "executor": (
         dict(executor="fast"),
         "executor 'fast' is not one of auto, masked, packed, reference",

@@ -69,7 +69,7 @@ def test_the_steps_that_are_left_to_do(found, span):
     optim = SimpleNamespace(batch_size=8, accumulation=2)
     setup = setup_of(
         run_folder=SimpleNamespace(lock_and_find_checkpoint=lambda steps: found),
-        config=SimpleNamespace(optim=optim),
+        config=SimpleNamespace(optim=optim, estimate=False),
         accelerator=SimpleNamespace(process_index=1, num_processes=2),
     )
     assert setup.lock_and_find_steps(9) == span
