@@ -99,7 +99,7 @@ class LookedUpProducts:
         self.weighed = False  # whether `project` multiplied the gates into the values, so that `combine` must not
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x [B, N, C], which `context` must be too, to q, k and gated v [B, N, K, D]."""
+        """Project x [B, N, C], where `context` must be the tensor x itself, to q, k and gated v [B, N, K, D]."""
         self.weighed = True
         qkv = self.layer.qkv
         bias = cast_bias(qkv.bias, x.dtype)

@@ -23,7 +23,7 @@ from moh_vision.attention.routing import Call
 
 
 class Sequences(Executor):
-    """Computes K heads for every sequence. A sequence with fewer active heads also computes some of weight 0.
+    """Computes K heads for every sequence. A sequence with fewer active heads also computes some heads of weight 0.
 
     The products with the weights of these heads are made in one of three forms: `SlicedProducts` where one choice serves all
     sequences, `LookedUpProducts` on a GPU in inference, `GatheredProducts` elsewhere.
@@ -78,7 +78,7 @@ class Sequences(Executor):
             heads = self.products.heads.long().expand(B, -1)[:, :, None, None]
             mask = mask.expand(B, -1, -1, -1)
             mask = mask.gather(1, heads.expand(-1, -1, *mask.shape[2:]))
-        # With 4,096 tokens in bfloat16 the operator takes half of PyTorch's time, on processors with bfloat16 products.
+        # With 4,096 tokens in bfloat16 `attend_all` takes half of the time of PyTorch's attention.
         if kernels.attend_path(q.device, q.dtype, q.shape[-1], mask, call.dropout_p) == "cpp":
             return kernels.attend_all(q, k, v, call.is_causal, mask)
         return attend(q, k, v, mask, call.is_causal, call.dropout_p)
