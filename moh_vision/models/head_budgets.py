@@ -37,11 +37,10 @@ def set_head_budget(
 
     Args:
         model: any model with head routing.
-        spec: None: the heads stay as they are. Else the share of heads to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list of one
-            (shared, routed) pair per layer. A number keeps the shape of the model's present budget, "ramp" or
+        spec: the share of heads to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list of one (shared, routed)
+            pair per layer; None: the heads stay as they are. A number keeps the shape of the model's present budget, "ramp" or
             "uniform"; converted models have "uniform". If the model was built from a list of pairs without a
             head_budget_shape, a number gives a ramp, and a warning is logged.
-
         mlp: the same for groups of the MLPs, of a model that was made or converted with an mlp_budget; None: they stay.
 
     Returns:
@@ -53,9 +52,8 @@ def set_head_budget(
     """
     groups = None
     if mlp is not None:
-        mlp, groups = groups_at(
-            model, mlp
-        )  # what is wrong with it is told before the heads are set
+        # Before the heads are set, so that a wrong budget changes nothing.
+        mlp, groups = groups_at(model, mlp)
     if spec is not None:
         spec = shaped_as(model, spec)
         budgets = heads_at(model, spec)

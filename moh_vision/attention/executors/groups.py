@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from moh_vision.attention import kernels
 from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.products import (
-    GatheredProducts,
-    LookedUpProducts,
-    SlicedProducts,
-    why_not_tiled,
-)
+from moh_vision.attention.executors.products import make_products, why_not_tiled
 from moh_vision.attention.executors.reasons import (
     hidden_weights,
     no_products,
@@ -77,7 +72,7 @@ class GroupPairs(Executor):
     def __init__(self, layer: nn.Module, call: Call):
         super().__init__(layer, call)
         B, N, _ = call.x.shape
-        self.pairs = kernels.list_pairs(call.routing.active.expand(B, N, -1))
+        self.pairs = kernels.pairs_of(call.routing, B, N)
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
@@ -116,12 +111,7 @@ class GroupsOfSequences(Executor):
     def __init__(self, layer: nn.Module, call: Call):
         # Tokens are cast once for both products.
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
-        if call.routing.active.shape[0] == 1:
-            self.products = SlicedProducts(layer, self.call)
-        elif not why_not_tiled(call):
-            self.products = LookedUpProducts(layer, self.call)
-        else:
-            self.products = GatheredProducts(layer, self.call)
+        self.products = make_products(layer, self.call, why_not_tiled(call))
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:

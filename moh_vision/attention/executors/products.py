@@ -221,6 +221,23 @@ def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
     return chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
 
 
+def make_products(
+    layer: nn.Module, call: Call, not_looked_up: str
+) -> SlicedProducts | LookedUpProducts | GatheredProducts:
+    """Make the products of a call.
+
+    Args:
+        layer: the layer whose weights are used.
+        call: the call, its tokens in the dtype of products.
+        not_looked_up: why `LookedUpProducts` cannot run the call; "" where they can.
+    """
+    if call.routing.active.shape[0] == 1:
+        return SlicedProducts(layer, call)
+    if not not_looked_up:
+        return LookedUpProducts(layer, call)
+    return GatheredProducts(layer, call)
+
+
 def alike(active: Tensor) -> bool:
     """Return whether all sequences chose the same heads, active [B, H]; False on a GPU, where asking would synchronise."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():

@@ -6,12 +6,7 @@ from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.known import share_of_gathered
 from moh_vision.attention.executors.masked import attend
-from moh_vision.attention.executors.products import (
-    GatheredProducts,
-    LookedUpProducts,
-    SlicedProducts,
-    why_not_looked_up,
-)
+from moh_vision.attention.executors.products import make_products, why_not_looked_up
 from moh_vision.attention.executors.reasons import (
     not_whole_heads,
     nothing_to_skip,
@@ -32,12 +27,7 @@ class Sequences(Executor):
     def __init__(self, layer: nn.Module, call: Call):
         # Tokens are cast once for all products.
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
-        if call.routing.active.shape[0] == 1:
-            self.products = SlicedProducts(layer, self.call)
-        elif not why_not_looked_up(layer, call):
-            self.products = LookedUpProducts(layer, self.call)
-        else:
-            self.products = GatheredProducts(layer, self.call)
+        self.products = make_products(layer, self.call, why_not_looked_up(layer, call))
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:

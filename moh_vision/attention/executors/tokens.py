@@ -25,12 +25,8 @@ class Tokens(Executor):
 
     def __init__(self, layer: nn.Module, call: Call):
         super().__init__(layer, call)
-        routing = call.routing
         B, N, _ = call.x.shape
-        if routing.pairs is not None and routing.active.shape[:2] == (B, N):
-            self.pairs = routing.pairs
-        else:
-            self.pairs = kernels.list_pairs(routing.active.expand(B, N, -1))
+        self.pairs = kernels.pairs_of(call.routing, B, N)
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:

@@ -102,7 +102,7 @@ def attend_in_place(
         Outputs [B, N, H*D], 0 where a head is off.
     """
     B, _, N, _ = q.shape
-    pairs = _pairs_of(routing, B, N)
+    pairs = pairs_of(routing, B, N)
     gates = in_float(routing.weights).expand(B, -1, -1)
     if path(q.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
@@ -127,7 +127,7 @@ def attend_product(
         routing, is_causal, mask: see `attend_in_place`.
     """
     B, N, _ = product.shape
-    pairs = _pairs_of(routing, B, N)
+    pairs = pairs_of(routing, B, N)
     gates = in_float(routing.weights)
     if path(product.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
@@ -138,7 +138,7 @@ def attend_product(
     return OPS.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
 
 
-def _pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
+def pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
     """Return the pairs of a routing for `batch` sequences of `tokens` tokens; list them if the router has not."""
     if routing.pairs is not None and routing.active.shape[:2] == (batch, tokens):
         return routing.pairs

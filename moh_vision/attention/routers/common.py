@@ -71,6 +71,14 @@ def no_logits(x: Tensor) -> Tensor:
     return in_float(x.new_zeros(x.shape[0], x.shape[1], 0))
 
 
+def refuse_fewer_heads(router: str, budget: HeadBudget) -> None:
+    """Raise ValueError if the budget of a router that runs all heads leaves some out."""
+    if budget.shared < budget.heads:
+        raise ValueError(
+            f"router {router!r} runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
+        )
+
+
 def all_heads_stats(x: Tensor, padding_mask: Tensor | None, heads: int) -> RoutingStats:
     """Return the statistics of tokens x [B, N, C] that all run every head: no candidates, and as many counts as tokens.
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import all_heads_stats
+from moh_vision.attention.routers.common import all_heads_stats, refuse_fewer_heads
 from moh_vision.attention.routing import Routing
 
 
@@ -22,10 +22,7 @@ class DenseRouter(nn.Module):
     ):
         super().__init__()
         self.budget = budget
-        if budget.shared < budget.heads:
-            raise ValueError(
-                f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
-            )
+        refuse_fewer_heads("dense", budget)
 
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import GateLinear, all_heads_stats
+from moh_vision.attention.routers.common import GateLinear, all_heads_stats, refuse_fewer_heads
 from moh_vision.attention.routing import Routing
 
 
@@ -32,10 +32,7 @@ class GatedRouter(nn.Module):
     ):
         super().__init__()
         self.budget = budget
-        if budget.shared < budget.heads:
-            raise ValueError(
-                f"router 'gated' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
-            )
+        refuse_fewer_heads("gated", budget)
         self.gate = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W
         self.init_weights()
 
