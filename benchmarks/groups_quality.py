@@ -82,7 +82,7 @@ STUDIES = {
         config="quickstart/dit",
         classifier="quickstart/cls",
         root="",
-        steps=1200,
+        steps=4000,
         lr=6e-4,
         images=500,
         batch=250,
@@ -319,7 +319,7 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("runs/groups_quality"))
     parser.add_argument("--cifar10", help="shards of CIFAR-10; left out: digits alone")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of the dense models; default: 1200 and 4000")
+    parser.add_argument("--steps", type=int, help="of the dense models; default: 4000")
     parser.add_argument("--images", type=int, help="samples of each run; default: 500 and 2000")
     parser.add_argument(
         "--classifier", type=Path, help="a classifier of the data; default: trained"

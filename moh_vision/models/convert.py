@@ -1,7 +1,8 @@
 """Convert a dense, trained model in place into one with routed heads and the same output."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from moh_vision.attention import (
     attention_layers,
     default_budget,
     full_budget,
+    mlp_layers,
     model_budgets,
     resolve_budget,
     running,
@@ -29,10 +31,11 @@ from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, GatedRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_budget, saved_budget
-from moh_vision.models.head_order import Batch, order_heads
+from moh_vision.models.head_order import Batch, order_by_contribution
 from moh_vision.models.mlp_groups import (
     GROUPS,
     converted_mlp_budgets,
+    dense_mlps,
     mlp_options,
     route_mlps,
 )
@@ -95,8 +98,9 @@ def convert(  # noqa: PLR0913
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy
             latents, timesteps, class labels). A tensor is one batch. The heads of each layer are sorted by
-            contribution (see `head_lengths`), because the first heads become the shared ones. The dense
-            output stays the same up to the order of summation.
+            contribution (see `head_lengths`), because the first heads become the shared ones; with mlp_budget
+            also the hidden channels of each MLP, so that the first group has the strongest. The dense output
+            stays the same up to the order of summation.
         group: for language models, see `convert_llama`.
         mlp_budget: also route groups of the MLPs, of ViTs and DiTs with scope "sample"; a float is the share in every
             layer, 1.0 changes nothing yet. None: the MLPs stay dense.
@@ -113,6 +117,8 @@ def convert(  # noqa: PLR0913
     # One batch. A mapping is recognised by `items`: transformers' BatchEncoding is not a dict.
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):
         calibrate = [calibrate]
+    if calibrate is not None:
+        calibrate = list(calibrate)  # read once for the heads, once for the MLPs
     model = apply(
         model,
         (head_budget, router, scope, executor, router_kwargs, calibrate, group),
@@ -135,7 +141,7 @@ def apply(
         mlp_budget, mlp_groups: see `convert`.
     """
     converter = converter_for(model, route_heads)
-    _, router, scope, executor, router_kwargs, *_ = of_heads
+    _, router, scope, executor, router_kwargs, calibrate, _ = of_heads
     budgets = None
     if mlp_budget is not None:
         refuse_mlp_groups(model)
@@ -146,6 +152,9 @@ def apply(
     if mlp_budget is not None:
         if budgets is None:  # diffusers' DiT, of which the converter has made one of ours
             budgets = converted_mlp_budgets(model, mlp_budget, mlp_groups, scope)
+        if calibrate is not None:
+            with all_running(model):
+                order_by_contribution(model, (), dense_mlps(model), calibrate)
         route_mlps(model, budgets, mlp_options(executor, router or "moh", router_kwargs))
         record_mlp_groups(model, mlp_groups)
     return model
@@ -211,7 +220,7 @@ def route_heads(
     ]
     if calibrate is not None:
         # `model` still runs its dense attentions, which hold the same projections as `layers`.
-        order_heads(model, layers, calibrate)
+        order_by_contribution(model, layers, (), calibrate)
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
@@ -341,10 +350,10 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
 
 
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Sort the heads of a ViT or DiT by contribution, if its weights are dense and its routers untrained.
+    """Sort the heads of a ViT or DiT by contribution, and the hidden channels of its routed MLPs.
 
-    MoH's routers become zero, so that at first the strongest heads of each layer run, with weight 1. Routed MLPs run all
-    their groups meanwhile.
+    Its weights are dense and its routers untrained. MoH's routers become zero, so that at first the strongest heads and
+    groups of each layer run, with weight 1.
 
     Args:
         batches: see `convert`.
@@ -358,14 +367,22 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
         for layer in layers:
             all_shared = HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
             layer.router = DenseRouter(layer.dim, all_shared)
-        heads, groups = model_budgets(model)
-        all_groups = tuple(replace(b, routed=b.candidates) for b in groups)
-        with running(model, ModelBudgets(heads, all_groups)):
-            order_heads(model, layers, batches)
+        with all_running(model):
+            order_by_contribution(model, layers, mlp_layers(model), batches)
     finally:
         for layer, router in zip(layers, routers):
             layer.router = router
             zero_router(router)
+
+
+@contextmanager
+def all_running(model: nn.Module) -> Iterator[None]:
+    """Run all heads and all groups of a model's MLPs inside a `with` block."""
+    heads, groups = model_budgets(model)
+    all_heads = tuple(replace(budget, routed=budget.candidates) for budget in heads)
+    all_groups = tuple(replace(budget, routed=budget.candidates) for budget in groups)
+    with running(model, ModelBudgets(all_heads, all_groups)):
+        yield
 
 
 def zero_router(router: nn.Module) -> None:

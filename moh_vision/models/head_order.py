@@ -1,6 +1,8 @@
-"""Measure how much each head adds to the residual stream, and order a dense model's heads by it."""
+"""Measure how much each head, and each hidden channel of an MLP, adds to the residual stream; order a model by it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,23 +10,41 @@ from torch import Tensor, nn
 Batch = Tensor | Sequence[Tensor] | dict  # what a model is called with
 
 
-def order_heads(
-    model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
+class Measured(NamedTuple):
+    """A linear layer whose input is a sum of parts, and what measures them."""
+
+    linear: nn.Module
+    lengths: Callable[
+        [Tensor], Tensor
+    ]  # input [B, N, P * D] -> what each part adds to a token, [B, N, P]
+
+
+def order_by_contribution(
+    model: nn.Module,
+    attentions: Sequence[nn.Module],
+    mlps: Sequence[nn.Module],
+    batches: Iterable[Batch],
+    **options,
 ) -> None:
-    """Sort the heads of a dense model in every layer, the largest contribution first.
+    """Sort the heads of every attention layer, and the hidden channels of every MLP, the largest contribution first.
 
     The first heads of a layer become its shared heads, and among equal gates (zero routers) the first routed heads
     run; so after sorting the strongest heads run. A key-value head that several query heads share moves with its
-    group, the strongest group first. The output stays the same up to the order of summation.
+    group, the strongest group first. An MLP's groups are neighbouring channels: the first group gets the strongest
+    ones. The output stays the same up to the order of summation.
 
     Args:
         model, attentions, batches, options: see `head_lengths`.
+        mlps: MLPs with linear layers fc1 and fc2 around an activation, all of whose groups run.
     """
-    for attn, lengths in zip(attentions, head_lengths(model, attentions, batches, **options)):
-        permute_heads(attn, lengths)
+    measured = [of_heads(attn) for attn in attentions] + [of_channels(mlp) for mlp in mlps]
+    lengths = mean_lengths(model, measured, batches, **options)
+    for attn, of_each_head in zip(attentions, lengths):
+        permute_heads(attn, of_each_head)
+    for mlp, of_each_channel in zip(mlps, lengths[len(attentions) :]):
+        permute_channels(mlp, of_each_channel)
 
 
-@torch.no_grad()
 def head_lengths(
     model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
 ) -> list[Tensor]:
@@ -41,25 +61,45 @@ def head_lengths(
         For every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token
             (in a DiT before the gate, which scales all heads alike).
     """
-    totals: list[Tensor | float] = [0.0] * len(attentions)
-    tokens = [0.0] * len(attentions)  # per layer: a class token may be in some layers only
+    return mean_lengths(model, [of_heads(attn) for attn in attentions], batches, **options)
+
+
+def of_heads(attn: nn.Module) -> Measured:
+    """Return what measures the heads of an attention layer: |W_O^h o_h|."""
+    out, _ = projections(attn)
+    gram = output_gram(out.weight, out.in_features // attn.head_dim)
+    return Measured(out, partial(output_lengths, gram=gram))
+
+
+def of_channels(mlp: nn.Module) -> Measured:
+    """Return what measures the hidden channels of an MLP: |h_j| times the length of column j of W2."""
+    columns = mlp.fc2.weight.detach().float().norm(dim=0)  # [G * D]
+    return Measured(mlp.fc2, lambda hidden: hidden.float().abs() * columns)
+
+
+@torch.no_grad()
+def mean_lengths(
+    model: nn.Module, measured: Sequence[Measured], batches: Iterable[Batch], **options
+) -> list[Tensor]:
+    """Return the mean of each part's length over the tokens of all batches, [P] for every linear layer; see `head_lengths`."""
+    totals: list[Tensor | float] = [0.0] * len(measured)
+    tokens = [0.0] * len(measured)  # per layer: a class token may be in some layers only
     mask = None  # [B, N] of the present batch, 0 at padding; None: no padding
 
     def watch(layer: int):
-        out, _ = projections(attentions[layer])
-        gram = output_gram(out.weight, out.in_features // attentions[layer].head_dim)
+        linear, lengths_of = measured[layer]
 
         def hook(module, args):
-            lengths = output_lengths(args[0], gram)  # [B, N, H]
+            lengths = lengths_of(args[0])  # [B, N, P]
             counted = mask
             if counted is None:
                 counted = torch.ones_like(lengths[..., 0])
             totals[layer] += (lengths * counted.unsqueeze(-1)).sum((0, 1)).double().cpu()
             tokens[layer] += float(counted.sum())
 
-        return out.register_forward_pre_hook(hook)
+        return linear.register_forward_pre_hook(hook)
 
-    hooks = [watch(layer) for layer in range(len(attentions))]
+    hooks = [watch(layer) for layer in range(len(measured))]
     mode = model.training
     try:
         model.eval()
@@ -128,6 +168,16 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
         if linear.bias is not None:
             linear.bias.copy_(linear.bias[rows])
     out.weight.copy_(out.weight[:, channels(heads)])
+
+
+@torch.no_grad()
+def permute_channels(mlp: nn.Module, lengths: Tensor) -> None:
+    """Sort an MLP's hidden channels in place by `lengths` [G * D], the largest first."""
+    order = lengths.argsort(descending=True, stable=True).to(mlp.fc1.weight.device)
+    mlp.fc1.weight.copy_(mlp.fc1.weight[order])
+    if mlp.fc1.bias is not None:
+        mlp.fc1.bias.copy_(mlp.fc1.bias[order])
+    mlp.fc2.weight.copy_(mlp.fc2.weight[:, order])
 
 
 def output_gram(weight: Tensor, heads: int) -> Tensor:

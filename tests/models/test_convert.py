@@ -234,17 +234,50 @@ def test_calibration_puts_the_strongest_heads_first():
         assert (strongest(x) - want).norm() < (plain(x) - want).norm()
 
 
-def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
+@torch.no_grad()
+def test_calibration_puts_the_strongest_channels_into_the_first_groups():
+    model = dense()
+    x = images(8)
+    mlp = model.blocks[0].mlp
+    mlp.fc2.weight[:, [100, 7]] *= torch.tensor([30.0, 60.0])
+    strong = mlp.fc1.weight[[7, 100]].clone()
+    want = model(x)
+    seen = []
+    hook = mlp.fc2.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(x)
+    hook.remove()
+    # The definition: each channel alone through the second layer, as long as it is on average.
+    channels = range(mlp.fc2.in_features)
+    lengths = [(seen[0][..., [j]] * mlp.fc2.weight[:, j]).norm(dim=-1).mean() for j in channels]
+    order = torch.stack(lengths).argsort(descending=True)
+    assert order[:2].tolist() == [7, 100]
+
+    plain = moh_vision.convert(copy.deepcopy(model), scope="sample", mlp_budget=0.5)
+    strongest = moh_vision.convert(
+        copy.deepcopy(model), scope="sample", mlp_budget=0.5, calibrate=iter([x[:4], x[4:]])
+    )
+    assert torch.equal(strongest.blocks[0].mlp.fc1.weight[:2], strong)
+    assert (strongest(x) - want).norm() < (plain(x) - want).norm()
+    moh_vision.set_head_budget(strongest, 1.0, mlp=1.0)
+    torch.testing.assert_close(strongest(x), want, rtol=1e-4, atol=1e-5)
+
+
+ROUTED = {"heads": {}, "heads and groups": dict(scope="sample", mlp_budget="uniform:0.5")}
+
+
+@pytest.mark.parametrize("parts", ROUTED)
+def test_fine_tuning_starts_with_the_strongest(tmp_path, parts):
     """`share_strongest_heads` is what `calibrate_images` calls in train_cls.py."""
     source = dense()
     x = images(8)
     source.blocks[0].attn.proj.weight.data.unflatten(1, (6, 8))[:, 4] *= 30
+    source.blocks[0].mlp.fc2.weight.data[:, 100] *= 30
     save_file(source.state_dict(), tmp_path / "vit.safetensors")
-    model = moh_vit(head_budget="uniform:0.5")
+    model = moh_vit(head_budget="uniform:0.5", **ROUTED[parts])
     assert init_from(model, str(tmp_path / "vit.safetensors"), lambda text: None)
     share_strongest_heads(model, [x])
     assert not any(p.any() for layer in attention_layers(model) for p in layer.router.parameters())
-    want = moh_vision.convert(source, "uniform:0.5", calibrate=[x])
+    want = moh_vision.convert(source, "uniform:0.5", calibrate=[x], **ROUTED[parts])
     assert torch.equal(model(x), want(x))
     words = "heads are ordered in ViTs and DiTs, not in a TransNeXt"
     refuse(words, share_strongest_heads, timm.create_model("transnext_micro", device="meta"), [x])

@@ -32,7 +32,7 @@ from moh_vision.language.models.llama.attention import (
     RoutedAttention,
 )
 from moh_vision.models.convert import zero_router
-from moh_vision.models.head_order import Batch, order_heads
+from moh_vision.models.head_order import Batch, order_by_contribution
 
 
 class Collected(UserList):
@@ -224,9 +224,10 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        order_heads(
+        order_by_contribution(
             model.model,
             [layer.self_attn for layer in model.model.layers],
+            (),
             calibrate,
             use_cache=False,
         )
