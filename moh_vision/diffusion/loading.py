@@ -22,6 +22,7 @@ from moh_vision.diffusion.sampling import Guidance, weak_predict
 from moh_vision.diffusion.schedulers import sampler_for, shift_of
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
+from moh_vision.models.dit import compat_of
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
 from moh_vision.models.weights import (
@@ -155,6 +156,8 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
     if name:
         model, more = published_model(path, name, weights)
         metadata.update(more, architecture=name)
+        if model.config.predict:  # of published models SiT's alone
+            metadata["objective"] = "flow"
         file = weights_file(path, weights)
     elif (Path(path) / "model_index.json").is_file():
         model, more = _saved_pipeline(path)
@@ -244,6 +247,8 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
         raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
     state = read_tensors(file, weights)
     sizes = _sizes(file, state)
+    if compat_of(name, {}) == "sit":
+        sizes["learn_sigma"] = False  # half of the file's channels, which loading leaves out
     state, metadata = _with_no_class(file, state)
     sizes["num_classes"] = len(metadata["classes"])
     try:

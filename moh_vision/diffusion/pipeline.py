@@ -241,6 +241,12 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}"
             )
+        predict = self.transformer.config.predict
+        if predict and needed != "flow":
+            raise ValueError(
+                f"scheduler {type(self.scheduler).__name__} is for objective {given}, the transformer has predict "
+                f"{predict!r}, of a flow; make_scheduler has {', '.join(schedulers.samplers_of('flow'))}"
+            )
         if self.vae is None:
             return
         try:

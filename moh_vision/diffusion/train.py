@@ -28,6 +28,7 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.dit import compat_of
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import name_and_arguments
@@ -63,6 +64,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     # ---------------------------------------------------------------- steps to do; objective and model
     span = setup.lock_and_find_steps(config.max_steps)
     objective = make_objective(config.tree())
+    refuse_other_objective(name, arguments, config)
     decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
     decided["predict"] = getattr(objective, "predict", None)
@@ -72,7 +74,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     if not span.checkpoint:
-        say_other_objective(config)
+        say_other_objective(config, model)
     teacher = None
     alignment = None
     if config.repa.teacher:
@@ -192,36 +194,61 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
 
 
-def say_other_objective(config: DitConfig) -> None:
+def refuse_other_objective(name: str, arguments: dict, config: DitConfig) -> None:
+    """Refuse to train a model of SiT's with another objective than its flow of velocities."""
+    is_flow = config.objective == "flow" and config.flow.predict == "velocity"
+    if compat_of(name, arguments) == "sit" and not is_flow:
+        asked = objective_said(config.tree(), "official")
+        model = config.model.pretrained or name
+        raise ValueError(
+            f"objective {asked}: {model} is a SiT, which takes objective flow with flow.predict velocity"
+        )
+
+
+def say_other_objective(config: DitConfig, model: nn.Module) -> None:
     """Tell the user if the run begins from weights that were trained with another objective."""
     origin = config.model.pretrained or config.init_from
     if not origin:
         return
-    before = trained_objective(origin)
-    now = objective_said(config.tree())
+    now = objective_said(config.tree(), model.config.compat)
+    # Files that do not say their objective are those of DiT, or those of SiT if the model is one.
+    unsaid = now if model.config.compat == "sit" else "noise"
+    before = trained_objective(origin, unsaid)
     if before != now:
         say(f"{origin} was trained with objective {before}, this run with {now}")
 
 
-def trained_objective(source: str) -> str:
-    """Return the objective that weights for `init_from` were trained with; "noise" if no file says so."""
+def trained_objective(source: str, unsaid: str) -> str:
+    """Return the objective that weights for `init_from` were trained with; `unsaid` if no file says so."""
     config = None
+    compat = "official"
     index = Path(source) / "model_index.json"
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())
+        transformer = json.loads((index.parent / "transformer" / "config.json").read_text())
+        compat = transformer.get("compat", compat)
     elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
         # Read the metadata alone: the filter takes no tensor.
         _, metadata = read_safetensors(weights_file(source), lambda name: False)
         config = metadata.get("config")
+        if "architecture" in metadata:
+            compat = compat_of(metadata["architecture"], metadata["arguments"])
     if not isinstance(config, dict):
-        return "noise"
-    return objective_said(config)
+        return unsaid
+    return objective_said(config, compat)
 
 
-def objective_said(config: dict) -> str:
-    """Return a configuration's objective as text, with what a flow predicts if that is not the velocity."""
+def objective_said(config: dict, compat: str) -> str:
+    """Return an objective as text, with what a flow predicts if that is not our velocity.
+
+    Args:
+        config: a run's configuration, or a pipeline's.
+        compat: the model's.
+    """
     name = config.get("objective", "noise")
     predict = (config.get("flow") or {}).get("predict", "velocity")
+    if compat == "sit":
+        return f"{name} (in SiT's time)"
     if name == "noise" or predict == "velocity":
         return name
     return f"{name} (predict {predict})"

@@ -1,9 +1,12 @@
-"""DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3).
+"""DiT, MoH-DiT and SiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3; Ma 2024).
 
 The model's class is imported only when a model is built, because importing diffusers takes seconds.
 Heads per layer are from the released MoH-DiT code. Its L and XL models have 8 heads in the first
 layers, 16 in the middle and 24 in the last, in total as many as the dense model. The paper does not
 mention it.
+
+`sit_*` has the layers of `dit_*` and the time of SiT's released weights (`compat`). Their files have the same
+layout as the DiT's and do not say which of the two they are: the name does.
 """
 
 from huggingface_hub import hf_hub_download
@@ -28,8 +31,15 @@ DENSE = {
     for size, arguments in SIZES.items()
     for patch in (2, 4, 8)
 }
+SIT = {
+    name.replace("dit_", "sit_"): dict(
+        arguments, compat="sit", predict="velocity", learn_sigma=False
+    )
+    for name, arguments in DENSE.items()
+}
 VARIANTS = {
     **DENSE,
+    **SIT,
     # head_budget: (shared heads, routed heads that run) of every layer
     "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
     "moh_dit_small_patch2_75": dict(
@@ -78,6 +88,14 @@ def _published(pixels: int) -> dict:
 PUBLISHED = {
     "dit_xlarge_patch2.in1k_256": _published(256),
     "dit_xlarge_patch2.in1k_512": _published(512),
+    # The address is from SiT's released download.py. The license is the one of that repository.
+    "sit_xlarge_patch2.in1k_256": dict(
+        _cfg(
+            url="https://www.dl.dropboxusercontent.com/scl/fi/as9oeomcbub47de5g4be0/SiT-XL-2-256.pt"
+            "?rlkey=uxzxmpicu46coq3msb17b9ofa&dl=0"
+        ),
+        license="mit",
+    ),
     # The file name is from the published instructions; it was never checked against the hub.
     "moh_dit_xlarge_patch2_90.in1k_256": _cfg(
         hf_hub_id="Chat-UniVi/MoH-DiT-XL-90", hf_hub_filename="MoH-DiT-XL-90.pt"
@@ -156,6 +174,12 @@ def _weights(cfg, cache_dir) -> str:
     if cfg.hf_hub_id:
         return hf_hub_download(cfg.hf_hub_id, cfg.hf_hub_filename, cache_dir=cache_dir)
     return download_cached_file(cfg.url, progress=True, cache_dir=cache_dir)
+
+
+def compat_of(name: str, arguments: dict) -> str:
+    """Return the `compat` of a registered model that is built with these arguments."""
+    of_variant = VARIANTS.get(name.split(".")[0], {}).get("compat", "official")
+    return arguments.get("compat", of_variant)
 
 
 ABOUT = "A DiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."

@@ -3,7 +3,8 @@
 Saved pipelines refer to this module by its path: do not move it. Parameters have the official DiT's names.
 diffusers' DiT differs from the official one in two numbers: its timestep frequencies are spaced one step
 too wide, and the norm before the MLP has another epsilon. The default fits official weights;
-`compat="diffusers"` takes diffusers' two numbers.
+`compat="diffusers"` takes diffusers' two numbers. `compat="sit"` fits the weights of SiT (Ma 2024): the same
+network, which reads another time and predicts the opposite velocity. Outside the model nothing differs.
 """
 
 import math
@@ -33,10 +34,10 @@ from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
 from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, run_mlp
-from moh_vision.models.velocity import PREDICTS, to_velocity
+from moh_vision.models.velocity import PREDICTS, sit_time, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
-COMPAT = ("official", "diffusers")
+COMPAT = ("official", "diffusers", "sit")
 ROUTE_BY = ("condition", "timestep")
 
 
@@ -185,7 +186,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             scope "sample": groups are chosen by what `route_by` says, as heads are.
         mlp_budget_shape: as head_budget_shape.
         mlp_groups: groups of each MLP, a divisor of its hidden width.
-        compat: "official", or "diffusers" for the timestep frequencies and epsilon of diffusers.
+        compat: "official", "diffusers" for the timestep frequencies and epsilon of diffusers, or "sit" for
+            weights of SiT: the network reads the time 1 - timestep / 1000, from 0 (noise) to 1 (image), and
+            predicts x_0 - eps, which the model negates. "sit" needs predict "velocity" and learn_sigma False.
         patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
         predict: "x" or "noise": the last layer predicts the image or the noise, from which `to_velocity` computes
             the model's output, a velocity; None or "velocity": the output is what the last layer predicts.
@@ -315,7 +318,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         """
         self._check_inputs(hidden_states, timestep)
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
-        t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
+        is_sit = self.config.compat == "sit"
+        time = sit_time(timestep) if is_sit else timestep
+        t = self.t_embedder(time.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by = self._routing_condition(t, c, timestep)  # [B, C], [1, C] or None
         checkpoint = None
@@ -328,6 +333,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 tokens.append(x)
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
         output = self._unpatchify(x)  # [B, out_channels, size, size]
+        if is_sit:
+            output = (
+                -output
+            )  # as time, SiT's velocity runs from noise to image, and ours from image to noise
         return to_velocity(self.config.predict, output, hidden_states, timestep), stats
 
     def forward(
@@ -419,6 +428,12 @@ def check_arguments(config) -> None:
     if config.predict in ("x", "noise") and config.learn_sigma:
         raise ValueError(
             f"predict {config.predict!r} needs learn_sigma False: a flow has no variance"
+        )
+    is_velocity = config.predict == "velocity" and not config.learn_sigma
+    if config.compat == "sit" and not is_velocity:
+        raise ValueError(
+            f"compat 'sit' needs predict 'velocity' and learn_sigma False, not {config.predict!r} and {config.learn_sigma}: "
+            "train it with objective flow and flow.predict velocity"
         )
     if config.scope != "sample" and config.route_by != "condition":
         raise ValueError(

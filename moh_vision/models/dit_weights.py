@@ -1,4 +1,4 @@
-"""Translate the weights and the configuration of diffusers' DiT into ours."""
+"""Translate the weights of diffusers' DiT and of SiT, and the configuration of diffusers' DiT, into ours."""
 
 import re
 
@@ -27,10 +27,29 @@ IN_BLOCK = {
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Translate names of diffusers' DiT and of MoH's published routers; official and our names pass through."""
+    """Translate names of diffusers' DiT and of MoH's published routers; official and our names pass through.
+
+    For a model with compat="sit" also leave out the channels that SiT's released code computes and drops.
+    """
     if any(name.startswith("transformer_blocks.") for name in state_dict):
-        return _from_diffusers(state_dict, model)
-    return rename_routers(state_dict)
+        state = _from_diffusers(state_dict, model)
+    else:
+        state = rename_routers(state_dict)
+    if model.config.compat == "sit":
+        state = _velocity_alone(state, model)
+    return state
+
+
+def _velocity_alone(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Keep the first half of a last layer's output channels, the velocity; a layer of one half stays as it is."""
+    state = dict(state)
+    channels = model.out_channels
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        needed = len(model.state_dict()[name])  # p * p * channels rows, the channel counts fastest
+        if name in state and len(state[name]) == 2 * needed:
+            by_channel = state[name].unflatten(0, (-1, 2 * channels))  # [p * p, 2 * channels, ...]
+            state[name] = by_channel[:, :channels].flatten(0, 1)
+    return state
 
 
 def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -252,7 +252,7 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
         num_attention_heads="num_heads",
         attention_head_dim="head_dim",
     )
-    sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
+    sizes = ("sample_size", "in_channels", "out_channels", "num_classes")
     arguments = {}
     for key, value in settings.items():
         if key[0] != "_" and key not in sizes:

@@ -1,4 +1,4 @@
-"""Turn what a flow-matching network predicts, a velocity, the image or the noise, into a velocity."""
+"""Turn what a flow-matching network predicts into our velocity, and our timesteps into the time of SiT's networks."""
 
 import torch
 from torch import Tensor
@@ -21,3 +21,11 @@ def to_velocity(predict: str | None, output: Tensor, xt: Tensor, timestep: Tenso
     if predict == "x":
         return (xt - output) / t.clamp(min=LEAST)
     return (output - xt) / (1 - t).clamp(min=LEAST)
+
+
+def sit_time(timestep: Tensor) -> Tensor:
+    """Return the time of SiT's released networks, from 0 (noise) to 1 (image).
+
+    timestep: any shape, from 0 (image) to 1000 (noise).
+    """
+    return 1 - timestep.float() / 1000
