@@ -32,10 +32,10 @@ DENSE = {
     for patch in (2, 4, 8)
 }
 SIT = {
-    name.replace("dit_", "sit_"): dict(
-        arguments, compat="sit", predict="velocity", learn_sigma=False
+    f"sit_{size}_patch2": dict(
+        arguments, patch_size=2, compat="sit", predict="velocity", learn_sigma=False
     )
-    for name, arguments in DENSE.items()
+    for size, arguments in SIZES.items()
 }
 VARIANTS = {
     **DENSE,

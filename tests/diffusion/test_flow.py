@@ -6,10 +6,11 @@ import re
 import diffusers
 import numpy as np
 import pytest
+import timm
 import torch
 from torch.utils.data import default_collate
 
-from moh_vision import open_run
+from moh_vision import head_budget, open_run
 from moh_vision.data.sources import Digits
 from moh_vision.diffusion import (
     FlowMatchingLoss,
@@ -304,6 +305,23 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{whole} was trained with objective flow (predict x), this run with noise" in said
     assert "init_from: final_layer.linear.weight is made anew, [4, 32] -> [8, 32]" in said
+
+
+def test_a_saved_jit_starts_a_run(tmp_path):
+    """The folder says that it has no variance, without which predict x is refused."""
+    folder = tmp_path / "jit"
+    jit = dict(learn_sigma=False, predict="x", patch_bottleneck=3, embed_dim=32, depth=2)
+    digits = dict(img_size=8, in_chans=1, num_classes=10)
+    timm.create_model("dit_small_patch2", num_heads=4, **jit, **digits).save_pretrained(folder)
+    sizes = (
+        "--model.embed_dim null --model.depth null --model.num_heads null --model.head_budget 0.5"
+    )
+    source = f"--model.name pretrained --model.pretrained {folder} --model.convert.router moh"
+    options = f"--objective flow --flow.predict x {source} {sizes}".split()
+    train.main(arguments("dit", tmp_path / "run", 1, 1, *options))
+    model = open_run(tmp_path / "run").model
+    assert (model.config.predict, model.config.patch_bottleneck) == ("x", 3)
+    assert head_budget(model)["share"] == 0.5
 
 
 def test_mistakes(tmp_path, capsys):

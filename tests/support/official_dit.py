@@ -94,15 +94,18 @@ def official_gates(x, state, prefix, shared, routed):
     return torch.cat([both[..., :1] * shared_gates, both[..., 1:] * gates], -1)
 
 
-def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
-    """Return the output of a DiT with adaLN-Zero (Peebles 2023, section 3) for INPUT.
+def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64, inputs=INPUT):
+    """Return the output [B, 8, 8, 8] of a DiT with adaLN-Zero (Peebles 2023, section 3).
 
     It shares no code with the package's model: float64, a loop over blocks, einsum.
+
+    inputs: latents [B, 4, 8, 8], timesteps [B] and classes [B].
     """
     s = {name: tensor.to(dtype) for name, tensor in state.items()}
-    x = INPUT[0].to(dtype)
-    t = INPUT[1]
-    y = INPUT[2]
+    x = inputs[0].to(dtype)
+    t = inputs[1]
+    y = inputs[2]
+    B = len(x)
 
     def linear(x, name):
         return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
@@ -111,7 +114,7 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
         variance = x.var(-1, unbiased=False, keepdim=True)
         return (x - x.mean(-1, keepdim=True)) / (variance + 1e-6).sqrt()
 
-    patches = x.view(3, 4, GRID, 2, GRID, 2).permute(0, 2, 4, 1, 3, 5).reshape(3, GRID * GRID, 16)
+    patches = x.view(B, 4, GRID, 2, GRID, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, GRID * GRID, 16)
     x = (
         patches @ s["x_embedder.proj.weight"].view(C, 16).T
         + s["x_embedder.proj.bias"]
@@ -124,9 +127,9 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
     c = linear(F.silu(linear(features, "t_embedder.mlp.0")), "t_embedder.mlp.2")
     c = c + s["y_embedder.embedding_table.weight"][y]
     for i, h in enumerate(heads):
-        m = linear(F.silu(c), f"blocks.{i}.adaLN_modulation.1").view(3, 6, 1, C)
+        m = linear(F.silu(c), f"blocks.{i}.adaLN_modulation.1").view(B, 6, 1, C)
         z = norm(x) * (1 + m[:, 1]) + m[:, 0]
-        q, k, v = linear(z, f"blocks.{i}.attn.qkv").view(3, -1, 3, h, head_dim).unbind(2)
+        q, k, v = linear(z, f"blocks.{i}.attn.qkv").view(B, -1, 3, h, head_dim).unbind(2)
         a = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(head_dim)
         o = torch.einsum("bhnm,bmhd->bnhd", a.softmax(-1), v)
         if routed:
@@ -138,8 +141,8 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
     shift, scale = linear(F.silu(c), "final_layer.adaLN_modulation.1").chunk(2, -1)
     z = norm(x) * (1 + scale[:, None]) + shift[:, None]
     x = linear(z, "final_layer.linear")  # [B, N, 2 * 2 * 8]
-    x = x.view(3, GRID, GRID, 2, 2, 8).permute(0, 5, 1, 3, 2, 4)
-    return x.reshape(3, 8, 8, 8)
+    x = x.view(B, GRID, GRID, 2, 2, 8).permute(0, 5, 1, 3, 2, 4)
+    return x.reshape(B, 8, 8, 8)
 
 
 # Case -> (name of the model, its arguments, arguments of `official_weights`).

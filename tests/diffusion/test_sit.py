@@ -1,0 +1,312 @@
+"""SiT's published weights: sampled, scored, converted and fine-tuned, against a loop written from the paper's equations.
+
+x_t = t x_1 + (1 - t) x_0, noise x_0 and data x_1; the network gets t itself, 0 to 1, and predicts x_1 - x_0 in the first
+half of its output channels (Ma 2024, and the released models.py and transport.py).
+"""
+
+import argparse
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+import moh_vision
+from moh_vision.common.seeds import derive_seed
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
+from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.models import dit
+from moh_vision.models.weights import init_from
+from tests.support.official_dit import CLASSES, DENSE, official_forward, official_weights
+from tests.support.refusals import refuse, refused
+from tests.support.sampling import JUDGE, JUDGE_SIZES, exported
+from tests.support.small_runs import arguments, logged, same, whole_and_resumed
+from tests.support.tiny_dit import awake
+from tests.support.tiny_vae import save_tiny_vae
+
+SIZES = dict(heads=[4] * 3, head_dim=8)
+STEPS = 5
+# Of digits, with the sizes of the small run of train_dit.py.
+SMALL = dict(img_size=8, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=8)
+FLOW = "--objective flow --model.name sit_small_patch2".split()
+
+
+@pytest.fixture(scope="module")
+def weights():
+    state = official_weights(**SIZES)
+    # Velocities of about the size of the noise: coordinates stay where float32 is exact enough.
+    return {name: 0.5 * value if "final_layer" in name else value for name, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def file(weights, tmp_path_factory):
+    """As SiT's training script saves a checkpoint."""
+    last = official_weights(**SIZES, seed=1)
+    content = dict(model=last, ema=weights, opt=dict(state={}), args=argparse.Namespace(lr=1e-4))
+    path = tmp_path_factory.mktemp("sit") / "0400000.pt"
+    torch.save(content, path)
+    return path
+
+
+def sit(file, **more):
+    return timm.create_model("sit_small_patch2", checkpoint_path=str(file), **DENSE, **more).eval()
+
+
+def drawn_by_hand(weights, labels, scale, stochastic):
+    """Euler's method from t = 0 to 1; guidance as in the released code: of the first three channels.
+
+    stochastic: of dx = (v + w s) dt + sqrt(2 w) dW with w = 1 - t and the score s, up to a last step along v.
+    """
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(len(labels))]
+    x = torch.stack([torch.randn(4, 8, 8, generator=g) for g in generators]).double()
+    for step in range(STEPS):
+        t = torch.full([len(labels)], step / STEPS, dtype=torch.float64)
+        velocities = []
+        for y in (torch.tensor(labels), torch.full([len(labels)], CLASSES)):
+            output = official_forward(weights, **SIZES, inputs=(x, t, y))
+            velocities.append(output[:, :4])
+        cond, uncond = velocities
+        v = cond.clone()
+        v[:, :3] = uncond[:, :3] + scale * (cond[:, :3] - uncond[:, :3])
+        left = 1 - step / STEPS  # 1 - t
+        if stochastic and step < STEPS - 1:
+            score = ((1 - left) * v - x) / left
+            z = torch.stack([torch.randn(4, 8, 8, generator=g) for g in generators])
+            x = x + (v + left * score) / STEPS + (2 * left / STEPS) ** 0.5 * z
+        else:
+            x = x + v / STEPS
+    return x
+
+
+@pytest.mark.parametrize("sampler", ["euler", "sde"])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, monkeypatch, scale, sampler):
+    for key, value in dict(embed_dim=32, depth=3, num_heads=4).items():
+        monkeypatch.setitem(dit.VARIANTS["sit_small_patch2"], key, value)
+    vae = save_tiny_vae(tmp_path / "vae", seed=5)
+    argv = f"--checkpoint {file} --model sit_small_patch2 --vae {vae} --num-images 3 --sampler {sampler}"
+    outputs = f"--out {tmp_path}/images.npz --save-pipeline {tmp_path}/pipe"
+    sample.main(f"{argv} --steps {STEPS} --cfg-scale {scale} {outputs}".split())
+    images = np.load(tmp_path / "images.npz")["arr_0"]
+
+    want = drawn_by_hand(weights, [0, 1, 2], scale, sampler == "sde")
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    options = dict(num_inference_steps=STEPS, generator=generators, output_type="latent")
+    latents = pipe([0, 1, 2], guidance_scale=scale, **options).images
+    torch.testing.assert_close(latents.double(), want, atol=2e-4, rtol=2e-4)
+    by_hand = to_uint8(pipe.decode(want.float())).permute(0, 2, 3, 1).numpy()
+    assert np.abs(images.astype(int) - by_hand).max() <= 1
+    assert images.std() > 10
+
+
+def test_heuns_method_comes_near_to_eulers(file):
+    model = sit(file)
+    images = {}
+    for sampler, steps in (("heun", 100), ("euler", 400), ("euler", 100)):
+        pipe = MoHDiTPipeline(model, make_scheduler(sampler, steps, False, False))
+        generators = [torch.Generator().manual_seed(i) for i in range(8)]
+        options = dict(num_inference_steps=steps, generator=generators, output_type="latent")
+        images[sampler, steps] = pipe([0] * 8, guidance_scale=1, **options).images
+    exact = images["heun", 100]
+    far, near = ((images["euler", steps] - exact).square().mean().sqrt() for steps in (100, 400))
+    assert near < 0.3 * far and far < 0.05 * exact.std()
+
+
+def test_files_of_either_layout_and_what_the_model_saves(weights, file, tmp_path):
+    """With the unused channels and without; saved weights are read back as they are."""
+    model = sit(file)
+    assert model.final_layer.linear.weight.shape == (16, 32)
+    half = dict(weights)
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        pixels, channels = 4, 8
+        rows = torch.arange(pixels * channels)
+        half[name] = weights[name][rows % channels < 4]
+    torch.save(half, tmp_path / "half.pt")
+    assert same(sit(tmp_path / "half.pt"), model) and same(model, half)
+    model.save_pretrained(tmp_path / "folder")
+    again = type(model).from_pretrained(tmp_path / "folder")
+    assert again.config.compat == "sit"
+    saved = next((tmp_path / "folder").glob("*.safetensors"))
+    assert same(saved, model) and same(sit(saved), model)
+
+
+def test_converted_with_all_heads_it_draws_the_same_images(file):
+    model = sit(file)
+    draw = dict(num_inference_steps=4, guidance_scale=2.0, output_type="latent")
+
+    def images():
+        pipe = MoHDiTPipeline(model, make_scheduler("heun", 4, False, False))
+        return pipe([0, 3], generator=torch.Generator().manual_seed(0), **draw).images
+
+    want = images()
+    assert moh_vision.convert(model, router="moh") is model
+    assert torch.equal(images(), want)
+    moh_vision.set_head_budget(model, 0.5)
+    assert (images() - want).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The file of a SiT on digits, and the DiT whose layers it has."""
+    torch.manual_seed(0)
+    network = awake(timm.create_model("dit_small_patch2", **SMALL)).eval()
+    path = tmp_path_factory.mktemp("digits") / "sit.pt"
+    torch.save(network.state_dict(), path)
+    return path, network
+
+
+def test_the_first_steps_loss_is_the_equations(digits, tmp_path, monkeypatch):
+    path, network = digits
+    batches = []
+    forward = DiffusionTask.forward
+
+    def watched(self, **batch):
+        batches.append(batch)
+        return forward(self, **batch)
+
+    monkeypatch.setattr(DiffusionTask, "forward", watched)
+    train.main(arguments("dit", tmp_path / "run", 1, 1, *FLOW, "--init-from", path))
+    (batch,) = batches
+    t = (1 - batch["timesteps"] / 1000).view(-1, 1, 1, 1)
+    xt = t * batch["images"] + (1 - t) * batch["noise"]
+    with torch.no_grad(), pytest.warns(UserWarning, match="timesteps go from 0 to 999"):
+        output = network(xt, t.flatten(), batch["labels"]).sample
+    loss = (output[:, :1] - (batch["images"] - batch["noise"])).square().mean()
+    assert logged(tmp_path / "run")[0]["mse"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+@pytest.fixture
+def folder(digits, tmp_path):
+    """The model of `digits`, saved as a folder that says its sizes and that it is a SiT."""
+    model = timm.create_model("sit_small_patch2", checkpoint_path=str(digits[0]), **SMALL)
+    model.save_pretrained(tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+def test_it_is_converted_fine_tuned_to_the_bit_and_scored(folder, tmp_path, capsys):
+    sizes = "--model.embed_dim null --model.depth null --model.num_heads null"
+    convert = "--model.convert.router moh --model.head_budget 0.5 --calibrate-images 8"
+    source = f"--model.name pretrained --model.pretrained {folder}"
+    options = f"--objective flow {source} {sizes} {convert}".split()
+    whole, resumed = whole_and_resumed("dit", tmp_path, [1, 2], *options)
+    said = capsys.readouterr().out
+    assert "8 of 16 heads active (50.0 %)" in said
+    assert "was trained with objective" not in said
+    opened = moh_vision.open_run(whole)
+    assert opened.model.config.compat == "sit" and opened.objective.name == "flow"
+    dense = load_file(next(folder.glob("*.safetensors")))
+    moved = opened.model.blocks[0].mlp.fc1.weight - dense["blocks.0.mlp.fc1.weight"]
+    assert 0 < moved.abs().max() < 0.05
+
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    images = dict(img_size=8, patch_size=2, in_chans=1)
+    exported(judge, JUDGE, opened.metadata["classes"], **images, **JUDGE_SIZES)
+    score = f"--score digits --extractor {judge}"
+    sample.main(f"--checkpoint {resumed} --num-images 12 --steps 2 {score}".split())
+    assert (resumed / "scores.json").is_file()
+
+
+def test_a_line_says_if_weights_begin_in_another_time(digits, tmp_path, capsys):
+    """The file of a SiT says nothing, and is taken for one if the model is one; a run and a pipeline say what they are."""
+
+    def said(output, name, source):
+        options = ["--objective", "flow", "--model.name", name, "--init-from", source]
+        train.main(arguments("dit", tmp_path / output, 1, 1, *options))
+        found = re.search("was trained with objective (.*)", capsys.readouterr().out)
+        return found and found[1]
+
+    run = tmp_path / "sit"
+    assert said("sit", "sit_small_patch2", digits[0]) is None
+    assert said("again", "sit_small_patch2", run) is None
+    other = "flow (in SiT's time), this run with flow"
+    assert said("dit", "dit_small_patch2", run) == other
+    options = f"--num-images 0 --save-pipeline {tmp_path}/pipe"
+    sample.main(f"--checkpoint {run} {options}".split())
+    assert said("of_pipe", "dit_small_patch2", tmp_path / "pipe") == other
+    backwards = "flow, this run with flow (in SiT's time)"
+    assert said("back", "sit_small_patch2", tmp_path / "dit") == backwards
+
+
+def test_what_is_left_out_is_said_and_files_of_repa_are_refused(file, tmp_path):
+    said = []
+    model = timm.create_model("sit_small_patch2", **DENSE)
+    init_from(model, str(file), said.append)
+    assert "init_from: final_layer.linear.weight is resized, [32, 32] -> [16, 32]" in said
+    repa = dict(official_weights(**SIZES))
+    repa["projectors.0.0.weight"] = torch.zeros(2, 2)
+    torch.save(repa, tmp_path / "repa.pt")
+    refuse("1 are unexpected .'projectors", init_from, model, str(tmp_path / "repa.pt"))
+
+
+def test_the_published_file_is_the_release_scripts():
+    cfg = timm.get_pretrained_cfg("sit_xlarge_patch2")
+    assert cfg.tag == "in1k_256" and cfg.input_size == (4, 32, 32)
+    assert "/SiT-XL-2-256.pt?" in cfg.url
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        pytest.param(
+            "--model.name sit_small_patch2",
+            "objective noise: sit_small_patch2 is a SiT, which takes objective flow with flow.predict velocity$",
+            id="noise",
+        ),
+        pytest.param(
+            "--model.name sit_small_patch2 --learn_sigma false",
+            "objective noise: sit_small_patch2 is a SiT",
+            id="noise alone",
+        ),
+        pytest.param(
+            "--model.name sit_small_patch2 --objective flow --flow.predict x",
+            "objective flow .predict x.: sit_small_patch2 is a SiT",
+            id="image",
+        ),
+        pytest.param(
+            "--model.name dit_small_patch2 --model.kwargs.compat sit",
+            "objective noise: dit_small_patch2 is a SiT",
+            id="argument",
+        ),
+        pytest.param(
+            "--model.name dit_small_patch2 --model.kwargs.compat SiT --objective flow",
+            "compat 'SiT' is not one of official, diffusers, sit$",
+            id="compat",
+        ),
+        pytest.param(
+            "--model.name SiT-S/2 --objective flow",
+            "model.name 'SiT-S/2' is not a registered model, did you mean sit_small_patch2",
+            id="name",
+        ),
+        pytest.param(
+            "--model.name sit_small_patch2 --objective flow --preview.every 1 --preview.sampler ddim",
+            "preview.sampler ddim: .* flow takes euler, heun, sde",
+            id="preview",
+        ),
+    ],
+)
+def test_training_it_otherwise_is_refused(argv, words, tmp_path, capsys):
+    argv = arguments("dit", tmp_path / "run", 1, 1, "--model.head_budget", "null", *argv.split())
+    assert re.search(words, refused(capsys, train.main, *argv).strip())
+    assert not list(tmp_path.iterdir())
+
+
+def test_samplers_of_noise_are_refused(file, tmp_path, monkeypatch, capsys):
+    for key, value in dict(embed_dim=32, depth=3, num_heads=4).items():
+        monkeypatch.setitem(dit.VARIANTS["sit_small_patch2"], key, value)
+    vae = save_tiny_vae(tmp_path / "vae", seed=5)
+    argv = f"--checkpoint {file} --model sit_small_patch2 --vae {vae} --grid {tmp_path}/never.png"
+    for option in ("--sampler ddpm", "--protocol adm"):
+        error = refused(capsys, sample.main, *argv.split(), *option.split())
+        words = "--sampler ddpm: a model trained with objective flow takes euler, heun, sde"
+        assert words in error
+    model = sit(file)
+    words = "scheduler DDPMScheduler is for objective noise, .* predict 'velocity', of a flow; .* euler, heun, sde"
+    refuse(words, MoHDiTPipeline, model, make_scheduler("ddpm", 4, True, False))
+    for more in (dict(learn_sigma=True), dict(predict="x")):
+        words = "compat 'sit' needs predict 'velocity' and learn_sigma False, not "
+        refuse(words, timm.create_model, "sit_small_patch2", **DENSE, **more)
