@@ -334,9 +334,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
         output = self._unpatchify(x)  # [B, out_channels, size, size]
         if is_sit:
-            output = (
-                -output
-            )  # as time, SiT's velocity runs from noise to image, and ours from image to noise
+            output = -output  # SiT's velocity runs from noise to image, ours from image to noise
         return to_velocity(self.config.predict, output, hidden_states, timestep), stats
 
     def forward(
