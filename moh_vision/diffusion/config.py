@@ -273,7 +273,8 @@ class SampleConfig(Guided):
     folder of a pipeline, ours or diffusers' DiTPipeline; with --model other weights. The name of a model, such as
     moh_dit_xlarge_patch2_90, fetches its published weights."""
     model: str | None = key(None)
-    """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads."""
+    """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads. SiT's have the layout of
+    DiT's: the name, such as sit_xlarge_patch2, says which they are."""
     weights: Literal["ema", "model"] = key("ema", needs="checkpoint!=*.safetensors")
     """"ema" (falls back to "model" where the run or the file has none) or "model"."""
     head_budget: HeadBudgets | None = key(None, ge=0)

@@ -231,8 +231,9 @@ def trained_objective(source: str, unsaid: str) -> str:
         # Read the metadata alone: the filter takes no tensor.
         _, metadata = read_safetensors(weights_file(source), lambda name: False)
         config = metadata.get("config")
-        if "architecture" in metadata:
-            compat = compat_of(metadata["architecture"], metadata["arguments"])
+        arguments = metadata.get("arguments")
+        if isinstance(arguments, dict):
+            compat = compat_of(str(metadata.get("architecture")), arguments)
     if not isinstance(config, dict):
         return unsaid
     return objective_said(config, compat)
