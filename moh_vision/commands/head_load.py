@@ -134,42 +134,45 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     names do not fit, only some are written, and similar groups are sorted next to each other (Ward's clustering);
     timesteps keep their order.
     """
-    choosing = [layer for layer in layers if layer in load.choosing()]
     numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= WIDEST - SIDES
-    first = [0] * len(layers)  # of each layer, the first head that is drawn
+    choosing = [layer for layer in layers if layer in load.choosing()]
+    first = dict.fromkeys(layers, 0)  # layer -> the first head that is drawn
     if choosing and not numbered:
-        layers = choosing
-        first = [load.layers[layer]["shared"] for layer in layers]
+        first = {layer: load.layers[layer]["shared"] for layer in choosing}
     share_of_layer = load.share(by)
-    shares = [share_of_layer[layer][groups, start:] for layer, start in zip(layers, first)]
+    shares = {layer: share_of_layer[layer][groups, start:] for layer, start in first.items()}
+
     height = min(max(2.8, 1.5 + 0.24 * len(groups)), TALLEST)
-    nth = math.ceil(NAME * len(groups) / (height - 1.3))
+    nth = math.ceil(NAME * len(groups) / (height - 1.3))  # every nth group's name is written
     label = by
     if nth > 1 and by != "timestep":
-        order = leaves_list(linkage(torch.cat(shares, 1).numpy(), "ward")).tolist()
-        shares = [share[order] for share in shares]
+        order = similar_side_by_side(torch.cat(list(shares.values()), 1))
+        shares = {layer: share[order] for layer, share in shares.items()}
         groups = [groups[row] for row in order]
         label = f"{by} (similar ones side by side, 1 of {nth} is named)"
 
-    cells = []
+    blocks = []  # of the map, one for each layer, with an empty column behind it
     heads = []  # labels of the columns, used if they fit
     shown = []
-    for layer, start, share in zip(layers, first, shares):
+    for layer, share in shares.items():
         budget = load.layers[layer]
-        shown.append(dict(name=budget["name"], first_head=start, share_of_tokens=rounded(share, 3)))
-        heads += ["s"] * budget["shared"]
-        heads += [str(head) for head in range(budget["shared"], budget["heads"])]
-        always = budget["shared"] if layer in choosing else budget["heads"]
-        gap = [(0, 0), (0, 1)]  # an empty column behind each layer
-        cell = np.pad(share.numpy(), gap, constant_values=np.nan)
-        cell[:, : always - start] = -1  # below the colour scale: drawn in ALWAYS
-        cells.append(cell)
-    grid = np.hstack(cells)[:, :-1]
-    titles = layer_names(load, layers)
-    wordy = max(map(len, titles)) > 3
+        shared = budget["shared"]
+        always = shared if layer in choosing else budget["heads"]
+        blocks.append(map_block(share, max(always - first[layer], 0)))
+        heads += ["s"] * shared
+        heads += [str(head) for head in range(shared, budget["heads"])]
+        shown.append(
+            dict(name=budget["name"], first_head=first[layer], share_of_tokens=rounded(share, 3))
+        )
+    grid = np.hstack(blocks)[:, :-1]
+
+    titles = layer_names(load, list(shares))
+    slanted = max(map(len, titles)) > 3
     width = min(max(6.0, SIDES + 0.2 * grid.shape[1]), WIDEST)
     # Slanted names of layers need an inch more.
-    figure, axes = plt.subplots(figsize=(width, min(height + wordy, TALLEST)), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(width, min(height + slanted, TALLEST)), layout="constrained"
+    )
     # Gaps are white, heads that every token runs are grey.
     colours = plt.get_cmap("viridis").with_extremes(bad="white", under=ALWAYS)
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -181,21 +184,42 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     shown_names = [shortened(name) for name in names[::nth]]
     axes.set_yticks(range(0, len(names), nth), shown_names, fontsize=8)
     axes.set_xticks([])
-    parts = parts_of(load, layers)
+    parts = parts_of(load, list(shares))
     axes.set_xlabel(f"routed {parts} of each layer; those that are always on are left out")
     if numbered:
         axes.set_xticks(np.flatnonzero(~np.isnan(grid[0])), heads, fontsize=7)
         axes.set_xlabel(f"{parts} (grey: run for every token; s: shared)")
-    widths = np.array([cell.shape[1] for cell in cells])
+    name_layers_above(axes, blocks, titles, slanted)
+    return Drawn(figure, dict(by=by, groups=names, layers=shown))
+
+
+def similar_side_by_side(shares: Tensor) -> list[int]:
+    """Return an order of the rows [groups, columns] in which similar ones are neighbours."""
+    return leaves_list(linkage(shares.numpy(), "ward")).tolist()
+
+
+def map_block(share: Tensor, always: int) -> np.ndarray:
+    """Return the block of a layer in a map: its share [groups, H], and an empty column behind.
+
+    The first `always` heads run for every token. They are -1, below the colour scale, and drawn in ALWAYS.
+    """
+    one_behind = [(0, 0), (0, 1)]
+    block = np.pad(share.numpy(), one_behind, constant_values=np.nan)
+    block[:, :always] = -1
+    return block
+
+
+def name_layers_above(axes, blocks: Sequence[np.ndarray], titles: Sequence[str], slanted: bool):
+    """Write the title of every layer above the middle of its block."""
+    widths = np.array([block.shape[1] for block in blocks])
+    middles = widths.cumsum() - widths / 2 - 1
     above = axes.secondary_xaxis("top")
     above.set_frame_on(False)
     above.set_xlabel("layer")
-    middles = widths.cumsum() - widths / 2 - 1
-    if wordy:
+    if slanted:
         above.set_xticks(middles, titles, fontsize=8, rotation=45, ha="left")
     else:
         above.set_xticks(middles, titles, fontsize=8)
-    return Drawn(figure, dict(by=by, groups=names, layers=shown))
 
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:

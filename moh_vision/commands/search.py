@@ -1,13 +1,15 @@
-"""Find a head budget for a trained model on a calibration set: which layers can spare heads.
+"""Find a budget for a trained model on a calibration set: which layers can spare heads, or groups of MLPs.
 
 python -m moh_vision search RUN --share 0.75 --output budget.yaml
+python -m moh_vision search RUN --mlp-share 0.5 --output mlp_budget.yaml
 
 RUN comes first: a run of a classifier, diffusion or causal language model (dense ones are converted,
 the strongest heads shared), or a classifier's weights with --model.NAME. Options of validate.py are
 taken too, such as --data.root. budget.yaml has one [shared, routed] per layer:
---model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training
-split compare it with the uniform budget and the papers' ramp of equally many heads. Only heads are
-searched: the groups of routed MLPs run as in the run.
+--model.head_budget "$(cat budget.yaml)", or --model.mlp_budget after --mlp-share. As many other
+images, or blocks of text, of the training split compare it with the uniform budget and the papers'
+ramp of equally many heads. Groups of MLPs stay as they are while heads are searched, and heads
+while groups are.
 """
 
 import math
@@ -18,7 +20,14 @@ from pathlib import Path
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, model_budgets, running
+from moh_vision.attention import (
+    HeadBudget,
+    RoutedLayer,
+    attention_layers,
+    mlp_layers,
+    model_budgets,
+    running,
+)
 from moh_vision.attention.budget import spread
 from moh_vision.attention.model_heads import active_share, head_groups
 from moh_vision.common.io import write_whole
@@ -32,6 +41,8 @@ REST = "RUN"
 # Budget that a dense model is converted with. A budget of half of the heads has few shared heads, and the search can
 # choose among all others.
 CONVERTED = "uniform:0.5"
+# What can be searched, by the names of ModelBudgets -> the key that takes the budget.
+KEYS = {"heads": "head_budget", "groups": "mlp_budget"}
 LossOf = Callable[[nn.Module], float]
 # For one layer: number of its active heads -> loss, while the other layers run all heads.
 Losses = dict[int, float]
@@ -42,8 +53,11 @@ def search_budget(
     loss_of: LossOf,
     share: float,
     progress: Callable[[int, Losses], None] = lambda layer, losses: None,
+    parts: str = "heads",
 ) -> tuple[list[int], list[Losses]]:
-    """Find how many heads each layer should run; the loss is measured with one layer changed at a time.
+    """Find how many heads, or groups of its MLP, each layer should run.
+
+    The loss is measured with one layer changed at a time. What is said of heads holds for groups.
 
     Let L be the loss of all heads, and L_l(k) the loss where layer l runs k heads and the others run all. The search
     minimises over all budgets
@@ -59,22 +73,15 @@ def search_budget(
         loss_of: computes the loss of the model at its current budget.
         share: active heads over all heads.
         progress: called after each layer with the layer's number and its losses.
+        parts: "heads" or "groups": what is searched; the others stay as they are.
 
     Returns:
         The active heads of each layer, and the losses of each layer.
     """
-    full = all_heads_of(model)
-    fixed = any(layer.router.all_heads for layer in attention_layers(model))
-    if fixed and not is_dense(model):
-        raise ValueError(
-            f"{type(model).__name__} has no routed heads to be chosen: its router runs all heads"
-        )
-    if fixed or not any(budget.candidates for budget in full):
-        raise ValueError(
-            f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
-        )
+    full = all_of(model, parts)
+    refuse_nothing_to_search(model, full, parts)
     allowed = []  # for each layer, the numbers of heads that it may run
-    for budget, group in zip(full, head_groups(model)):
+    for budget, group in zip(full, chosen_together(model, parts)):
         if budget.candidates:
             allowed.append(range(budget.shared + group, budget.heads + 1, group))
         else:
@@ -84,26 +91,26 @@ def search_budget(
     least = sum(counts[0] for counts in allowed)
     if total < least:
         raise ValueError(
-            f"share {share:g} of {heads} heads is {total}: the shared heads and one routed choice per layer are {least} "
+            f"share {share:g} of {heads} {parts} is {total}: the shared {parts} and one routed choice per layer are {least} "
             f"already, a share of {least / heads:.3f}"
         )
 
     def measured(budgets: Sequence[HeadBudget], where: str) -> float:
-        with running(model, model_budgets(model)._replace(heads=tuple(budgets))):
+        with running(model, model_budgets(model)._replace(**{parts: tuple(budgets)})):
             loss = float(loss_of(model))
         if not math.isfinite(loss):
             raise ValueError(f"the loss with {where} is {loss}")
         return loss
 
-    all_heads = measured(full, "all heads")
+    loss_of_all = measured(full, f"all {parts}")
     losses = []
     for number, (budget, counts) in enumerate(zip(full, allowed)):
         by_heads = {}
         for k in counts[:-1]:
             fewer = list(full)
             fewer[number] = replace(budget, routed=k - budget.shared)
-            by_heads[k] = measured(fewer, f"{k} of {budget.heads} heads in layer {number}")
-        by_heads[budget.heads] = all_heads
+            by_heads[k] = measured(fewer, f"{k} of {budget.heads} {parts} in layer {number}")
+        by_heads[budget.heads] = loss_of_all
         losses.append(by_heads)
         progress(number, by_heads)
     return cheapest(losses, total), losses
@@ -133,35 +140,72 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
     return heads_of_layers
 
 
-def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
+def refuse_nothing_to_search(model: nn.Module, full: Sequence[HeadBudget], parts: str) -> None:
+    """Raise ValueError if no layer of a model chooses among its heads or groups; `full` has all of them running."""
+    name = type(model).__name__
+    all_run = any(layer.router.all_heads for layer in layers_of(model, parts))
+    if all_run and not is_dense(model):
+        raise ValueError(f"{name} has no routed {parts} to be chosen: its router runs all {parts}")
+    if all_run or not any(budget.candidates for budget in full):
+        raise ValueError(
+            f"{name} has no routed {parts} to be chosen; moh_vision.convert gives it some"
+        )
+
+
+def compare(
+    model: nn.Module, active: Sequence[int], loss_of: LossOf, parts: str = "heads"
+) -> dict[str, dict]:
     """Measure three budgets with equally many heads: "searched", which is `active`, "uniform" and "ramp".
+
+    Args:
+        model, loss_of, parts: see `search_budget`.
+        active: heads, or groups, of each layer.
 
     Returns:
         By name of the budget, dict(active=heads of each layer, loss=...).
     """
-    saved = model_budgets(model).heads
-    groups = head_groups(model)
-    # Heads that share keys and values are chosen together, so budgets are spread over groups of heads.
-    in_groups = [
+    saved = budgets_of(model, parts)
+    together = chosen_together(model, parts)
+    # Heads that share keys and values are chosen together, so budgets are spread over choices, not over heads.
+    choices = [
         HeadBudget(budget.heads // g, 1, budget.shared // g, budget.candidates // g)
-        for budget, g in zip(saved, groups)
+        for budget, g in zip(saved, together)
     ]
-    active_groups = sum(k // g for k, g in zip(active, groups))
+    active_choices = sum(k // g for k, g in zip(active, together))
     counts = {"searched": list(active)}
     for shape in ("uniform", "ramp"):
-        chosen = spread(shape, active_groups, in_groups)
-        counts[shape] = [k * g for k, g in zip(chosen, groups)]
+        chosen = spread(shape, active_choices, choices)
+        counts[shape] = [k * g for k, g in zip(chosen, together)]
     compared = {}
     for name, heads in counts.items():
         budgets = [replace(budget, routed=k - budget.shared) for budget, k in zip(saved, heads)]
-        with running(model, model_budgets(model)._replace(heads=tuple(budgets))):
+        with running(model, model_budgets(model)._replace(**{parts: tuple(budgets)})):
             compared[name] = dict(active=heads, loss=float(loss_of(model)))
     return compared
 
 
-def all_heads_of(model: nn.Module) -> list[HeadBudget]:
-    """Return the budgets of the layers with all routed heads active."""
-    return [replace(b, routed=b.candidates) for b in model_budgets(model).heads]
+def layers_of(model: nn.Module, parts: str) -> Sequence[RoutedLayer]:
+    """Return the layers that choose heads, or groups."""
+    if parts == "heads":
+        return attention_layers(model)
+    return mlp_layers(model)
+
+
+def budgets_of(model: nn.Module, parts: str) -> tuple[HeadBudget, ...]:
+    """Return the budgets of the heads, or of the groups."""
+    return getattr(model_budgets(model), parts)
+
+
+def chosen_together(model: nn.Module, parts: str) -> list[int]:
+    """Return for each layer how many heads it chooses together; groups are chosen one by one."""
+    if parts == "heads":
+        return head_groups(model)
+    return [1] * len(mlp_layers(model))
+
+
+def all_of(model: nn.Module, parts: str) -> list[HeadBudget]:
+    """Return the budgets of the heads, or of the groups, with all of them active."""
+    return [replace(b, routed=b.candidates) for b in budgets_of(model, parts)]
 
 
 def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_budget",)) -> None:
@@ -181,16 +225,19 @@ def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_b
                 raise ValueError(f"{key} has no effect: {option} says how many {parts} run")
 
 
-def say_table(compared: dict[str, dict], elsewhere: dict[str, dict], heads: int, unit: str) -> None:
+def say_table(
+    compared: dict[str, dict], elsewhere: dict[str, dict], heads: int, unit: str, parts: str
+) -> None:
     """Print the losses of budgets on the data of the search and on unseen data.
 
     Args:
         compared, elsewhere: what `compare` returned on the data of the search, and on unseen data.
-        heads: number of heads of the model.
+        heads: number of heads, or groups, of the model.
         unit: what the data consist of, such as "images".
+        parts: "heads" or "groups".
     """
     unseen = f"on other {unit}"
-    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{unseen:>17}  active heads per layer")
+    say(f"{'budget':10}{parts:>6}{'share':>8}{'loss':>9}{unseen:>17}  active {parts} per layer")
     for name, budget in compared.items():
         count = sum(budget["active"])
         percent = 100 * count / heads
@@ -205,7 +252,8 @@ def options(add) -> None:
         metavar="RUN",
         help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
     )
-    add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
+    add("--share", type=float, metavar="S", help="active heads over all heads")
+    add("--mlp-share", type=float, metavar="S", help="active groups of the MLPs over all groups")
     add("--output", required=True, metavar="FILE", help="YAML, one [shared, routed] per layer")
     add(
         "--images",
@@ -219,32 +267,41 @@ def options(add) -> None:
 def work(options) -> None:
     if options.images < 1:
         raise ValueError(f"--images {options.images}: expected 1 or more")
-    if not 0 < options.share <= 1:
-        raise ValueError(f"--share {options.share:g}: expected above 0, up to 1")
+    if (options.share is None) == (options.mlp_share is None):
+        raise ValueError("search: give --share for heads, or --mlp-share for groups of the MLPs")
+    if options.share is not None:
+        parts, option, share = "heads", "--share", options.share
+    else:
+        parts, option, share = "groups", "--mlp-share", options.mlp_share
+    if not 0 < share <= 1:
+        raise ValueError(f"{option} {share:g}: expected above 0, up to 1")
     opened = open_run(options.run, options=options.rest, split="train", command="search")
-    refuse_budget(opened, "--share")
+    refuse_budget(opened, option, (KEYS[parts],))
     searched, unseen = opened.halves(options.images)
     weights = opened.metadata["weights"]
     unit = opened.unit
     if is_dense(opened.model):
         batches = [opened.inputs(batch) for batch in searched]
-        opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
-        weights += ", converted with its strongest heads shared"
+        opened.model = convert_dense(opened.model, parts, batches).eval()
+        weights += f", converted with its strongest {parts} shared"
     model = opened.model
-    full = all_heads_of(model)
+    full = all_of(model, parts)
     measurements = 1 + sum(budget.candidates - 1 for budget in full if budget.candidates)
     say(f"{weights}: {opened.loss_name} of {options.images} {unit}, about {measurements} times")
-    if groups := model_budgets(model).groups:
-        say(f"groups of MLPs stay: {100 * active_share(groups):.1f} % of them run")
-    say("layer  loss above that of all heads, by the heads that run")
+    budgets = model_budgets(model)
+    if parts == "heads" and budgets.groups:
+        say(f"groups of MLPs stay: {100 * active_share(budgets.groups):.1f} % of them run")
+    elif parts == "groups":
+        say(f"heads stay: {100 * active_share(budgets.heads):.1f} % of them run")
+    say(f"layer  loss above that of all {parts}, by the {parts} that run")
 
     def show(number: int, losses: Losses) -> None:
         top, *fewer = sorted(losses, reverse=True)
         rises = []
-        for heads in fewer:
-            rise = round(losses[heads] - losses[top], 4) + 0.0  # adding 0.0 turns -0.0 into 0.0
-            rises.append(f"{heads}: {rise:+.4f}")
-        say(f"{number:5d}  {'  '.join(rises) or 'no routed heads'}")
+        for count in fewer:
+            rise = round(losses[count] - losses[top], 4) + 0.0  # adding 0.0 turns -0.0 into 0.0
+            rises.append(f"{count}: {rise:+.4f}")
+        say(f"{number:5d}  {'  '.join(rises) or f'no routed {parts}'}")
 
     comparisons = 6  # three budgets on both halves of the data
     with Progress("search", measurements + comparisons, "measurement") as progress:
@@ -255,19 +312,27 @@ def work(options) -> None:
             return loss
 
         loss_of = partial(measured, searched)
-        active, losses = search_budget(model, loss_of, options.share, show)
-        compared = compare(model, active, loss_of)
-        elsewhere = compare(model, active, partial(measured, unseen))
-    say_table(compared, elsewhere, sum(budget.heads for budget in full), unit)
+        active, losses = search_budget(model, loss_of, share, show, parts)
+        compared = compare(model, active, loss_of, parts)
+        elsewhere = compare(model, active, partial(measured, unseen), parts)
+    say_table(compared, elsewhere, sum(budget.heads for budget in full), unit, parts)
+    key = KEYS[parts]
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
-        say(f"the {best} budget is better on other {unit}: head_budget={best}:{options.share:g}")
-    all_heads = losses[0][full[0].heads]
+        say(f"the {best} budget is better on other {unit}: {key}={best}:{share:g}")
+    loss_of_all = losses[0][full[0].heads]
     unseen_losses = ", ".join(f"{name} {budget['loss']:.6f}" for name, budget in elsewhere.items())
     lines = [
-        f"# {sum(active)} heads by python -m moh_vision search: {weights}",
-        f"# {opened.loss_name} of all heads {all_heads:.6f}; on others of {opened.config.data.root}: {unseen_losses}",
+        f"# {sum(active)} {parts} by python -m moh_vision search: {weights}",
+        f"# {opened.loss_name} of all {parts} {loss_of_all:.6f}; on others of {opened.config.data.root}: {unseen_losses}",
         *(f"- {[budget.shared, k - budget.shared]}" for budget, k in zip(full, active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
-    say(f'{options.output}: --model.head_budget "$(cat {options.output})"')
+    say(f'{options.output}: --model.{key} "$(cat {options.output})"')
+
+
+def convert_dense(model: nn.Module, parts: str, batches: list) -> nn.Module:
+    """Convert a dense model into one that chooses heads, or groups; see CONVERTED."""
+    if parts == "heads":
+        return convert(model, CONVERTED, calibrate=batches)
+    return convert(model, scope="sample", mlp_budget=CONVERTED, calibrate=batches)

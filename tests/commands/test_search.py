@@ -17,6 +17,8 @@ from moh_vision.attention import (
     ModelBudgets,
     attention_layers,
     head_budget,
+    mlp_layers,
+    model_budgets,
     resolve_budget,
     running,
 )
@@ -105,6 +107,27 @@ def test_spread_is_the_ramp_and_keeps_shared_heads():
     assert spread("uniform", 12, fixed) == [6, 4, 2]
 
 
+def test_groups_of_mlps_are_searched_exactly_with_the_heads_as_they_are():
+    model = vit(scope="sample", mlp_budget=[(2, 2), (1, 3), (0, 4)], mlp_groups=6)
+    before = model_budgets(model)
+    layers = mlp_layers(model)
+    # table[i][k]: what layer i adds to the loss with k active groups
+    table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
+
+    def loss_of(model):
+        assert model_budgets(model).heads == before.heads
+        return sum(losses[layer.budget.active] for losses, layer in zip(table, layers))
+
+    active, losses = search_budget(model, loss_of, 0.7, parts="groups")
+    assert [min(of_layer) for of_layer in losses] == [3, 2, 1]
+    every = (c for c in itertools.product(*losses) if sum(c) == 13)
+    assert tuple(active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
+    compared = compare(model, active, loss_of, "groups")
+    assert {sum(budget["active"]) for budget in compared.values()} == {13}
+    assert compared["searched"]["loss"] == min(budget["loss"] for budget in compared.values())
+    assert model_budgets(model) == before
+
+
 @pytest.mark.parametrize(
     "share, options, words",
     [
@@ -127,6 +150,11 @@ def test_spread_is_the_ramp_and_keeps_shared_heads():
 )
 def test_what_cannot_be_searched(share, options, words):
     refuse(words, search_budget, vit(**options), lambda model: 0.0, share)
+
+
+def test_a_model_without_routed_mlps_has_no_groups_to_search():
+    words = "has no routed groups to be chosen; moh_vision.convert gives it some"
+    refuse(words, search_budget, vit(), lambda model: 0.0, 0.5, parts="groups")
 
 
 def test_a_loss_that_is_not_finite_is_named():
@@ -212,6 +240,46 @@ def test_heads_are_searched_with_the_groups_of_mlps_as_they_are(
     assert len(pairs) == len(attention_layers(model))
     moh_vision.set_head_budget(model, pairs)
     assert head_budget(model)["share"] == head_budget(model)["mlp"]["share"] == 0.75
+
+
+# Options of a run, and the layers of the model that the search makes of a dense one.
+GROUPS_SEARCHED_IN = {
+    "a run with routed MLPs": ["--model.scope", "sample", "--model.mlp_budget", "0.75"],
+    "a dense run": ["--model.router", "dense"],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS_SEARCHED_IN)
+def test_groups_of_a_run_are_searched(trained, tmp_path, run_command, name):
+    run = trained("dit", 2, *GROUPS_SEARCHED_IN[name])
+    file = tmp_path / "budget.yaml"
+    out = run_command("search", run, "--mlp-share", "0.75", "--images", "8", "--output", file).out
+    dense = name == "a dense run"
+    heads = 100.0 if dense else 75.0
+    assert f"heads stay: {heads:.1f} % of them run\nlayer  loss above that of all groups" in out
+    assert f'{file}: --model.mlp_budget "$(cat {file})"' in out
+    text = file.read_text()
+    assert ("converted with its strongest groups shared" in text) == dense
+    pairs = yaml.safe_load(text)
+    assert sum(map(sum, pairs)) == 12
+    model = moh_vision.load_run(run)
+    if dense:
+        moh_vision.convert(model, scope="sample", mlp_budget=pairs)
+    else:
+        moh_vision.set_head_budget(model, mlp=pairs)
+    groups = head_budget(model)["mlp"]
+    assert [layer["active"] for layer in groups["layers"]] == list(map(sum, pairs))
+
+
+SHARES = {"none": [], "both": ["--share", "0.5", "--mlp-share", "0.5"]}
+
+
+@pytest.mark.parametrize("given", SHARES)
+def test_one_share_is_asked_for(tmp_path, capsys, given):
+    argv = ["search", "RUN", "--output", str(tmp_path / "a.yaml"), *SHARES[given]]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "give --share for heads, or --mlp-share for groups of the MLPs" in said
 
 
 def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
