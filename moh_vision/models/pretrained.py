@@ -258,4 +258,11 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
         if key[0] != "_" and key not in sizes:
             arguments[timm_names.get(key, key)] = value
     refuse_fetch(arguments, "its config.json")
-    return "dit_small_patch2", arguments, {}  # the arguments replace all sizes of this variant
+    family = "dit"
+    if arguments.get("compat") == "sit":
+        family = "sit"
+    return (
+        f"{family}_small_patch2",
+        arguments,
+        {},
+    )  # the arguments replace all sizes of this variant

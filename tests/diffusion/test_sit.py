@@ -194,7 +194,7 @@ def test_it_is_converted_fine_tuned_to_the_bit_and_scored(folder, tmp_path, caps
     options = f"--objective flow {source} {sizes} {convert}".split()
     whole, resumed = whole_and_resumed("dit", tmp_path, [1, 2], *options)
     said = capsys.readouterr().out
-    assert "8 of 16 heads active (50.0 %)" in said
+    assert re.search(r"^sit_small_patch2 with .* 8 of 16 heads active \(50.0 %\)", said, re.M)
     assert "was trained with objective" not in said
     opened = moh_vision.open_run(whole)
     assert opened.model.config.compat == "sit" and opened.objective.name == "flow"
