@@ -17,7 +17,14 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
-from timm.layers import Mlp, PatchEmbed, use_fused_attn
+from timm.layers import (
+    Mlp,
+    PatchEmbed,
+    RmsNormFp32,
+    SwiGLU,
+    build_rotary_pos_embed,
+    use_fused_attn,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,6 +44,8 @@ from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, r
 from moh_vision.models.velocity import PREDICTS, sit_time, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
+# norm_layer -> the class of the norms of queries and keys
+QK_NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RmsNormFp32}
 COMPAT = ("official", "diffusers", "sit")
 ROUTE_BY = ("condition", "timestep")
 
@@ -80,39 +89,70 @@ class LabelEmbedder(nn.Module):
             ) from None
 
 
+def make_norm(norm_layer: str, dim: int, eps: float = 1e-6) -> nn.Module:
+    """Make a norm of tokens of width `dim`; for `norm_layer` see `MoHDiTTransformer2DModel`."""
+    if norm_layer == "rmsnorm":
+        return RmsNormFp32(dim, eps=eps)
+    return nn.LayerNorm(dim, elementwise_affine=False, eps=eps)
+
+
+def make_mlp(
+    dim: int, hidden: int, swiglu: bool, budget: HeadBudget | None, mlp_kwargs: dict
+) -> nn.Module:
+    """Make the MLP of a block.
+
+    Args:
+        dim: C, width of the tokens.
+        hidden: width of the hidden channels; a SwiGLU has 2 / 3 of them.
+        swiglu: make a SwiGLU.
+        budget: groups of the MLP; None: it is dense.
+        mlp_kwargs: arguments of `GroupMixtureMlp`.
+    """
+    if swiglu:
+        return SwiGLU(dim, hidden * 2 // 3)
+    act_layer = partial(nn.GELU, approximate="tanh")
+    if budget is None:
+        return Mlp(dim, hidden, act_layer=act_layer)
+    return GroupMixtureMlp(dim, budget, act_layer=act_layer, **mlp_kwargs)
+
+
+def rotary_of_grid(grid: int, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [N, D] of the positions of grid x grid patches, row by row; see `MoHDiTTransformer2DModel`.
+
+    widths: D, the width of a head, of every layer.
+    """
+    width = widths[0]
+    if width % 4 or set(widths) != {width}:
+        raise ValueError(
+            f"use_rot_pos_emb needs heads of one width, a multiple of 4, in all layers, not {sorted(set(widths))}"
+        )
+    sin, cos = build_rotary_pos_embed([grid, grid], dim=width, in_pixels=False)
+    return cos, sin
+
+
 class DiTBlock(nn.Module):
     """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero).
 
     Args:
         dim: C, width of the tokens.
-        budget: head budget of the attention layer.
-        mlp_ratio: hidden width of the MLP, as a multiple of C.
-        mlp_norm_eps: epsilon of the norm before the MLP.
-        attn_kwargs: arguments of `HeadMixtureAttention`.
-        mlp_budget: groups of the MLP; None: it is dense.
-        mlp_kwargs: arguments of `GroupMixtureMlp`.
+        attn: attention.
+        mlp: the MLP, see `make_mlp`.
+        norm1, norm2: norms before attention and before the MLP, see `make_norm`.
     """
 
     def __init__(
         self,
         dim: int,
-        budget: HeadBudget,
-        mlp_ratio: float,
-        mlp_norm_eps: float,
-        attn_kwargs: dict,
-        mlp_budget: HeadBudget | None,
-        mlp_kwargs: dict,
+        attn: HeadMixtureAttention,
+        mlp: nn.Module,
+        norm1: nn.Module,
+        norm2: nn.Module,
     ):
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-        self.attn = HeadMixtureAttention(dim, budget, **attn_kwargs)
-        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=mlp_norm_eps)
-        act_layer = partial(nn.GELU, approximate="tanh")
-        self.mlp: nn.Module
-        if mlp_budget is None:
-            self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer)
-        else:
-            self.mlp = GroupMixtureMlp(dim, mlp_budget, act_layer=act_layer, **mlp_kwargs)
+        self.norm1 = norm1
+        self.attn = attn
+        self.norm2 = norm2
+        self.mlp = mlp
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(
@@ -120,17 +160,20 @@ class DiTBlock(nn.Module):
         x: Tensor,
         c: Tensor,
         route_by: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`.
 
-        route_by: what the routers read. [B, C]: the tokens of an image share one choice of heads and groups; [1, C]: all
-            images share one; None: the router reads the tokens, and each token has its own heads.
+        Args:
+            route_by: what the routers read. [B, C]: the tokens of an image share one choice of heads and groups; [1, C]: all
+                images share one; None: the router reads the tokens, and each token has its own heads.
+            rotary: cosines and sines [N, D] of the positions; None: queries and keys are not rotated.
         """
         modulation = self.adaLN_modulation(c)  # [B, 6 * C]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=1)  # [B, C] each
         y = modulate(self.norm1(x), shift1, scale1)  # [B, N, C]
-        y, layer_stats = self.attn(y, condition=route_by)
+        y, layer_stats = self.attn(y, rotary=rotary, condition=route_by)
         if stats is not None:
             stats.append(layer_stats)
         x = x + gate1.unsqueeze(1) * y
@@ -142,9 +185,9 @@ class DiTBlock(nn.Module):
 class FinalLayer(nn.Module):
     """Map tokens [B, N, C] to patches [B, N, patch_dim], after a norm that the condition [B, C] modulates."""
 
-    def __init__(self, dim: int, patch_dim: int):
+    def __init__(self, dim: int, patch_dim: int, norm: nn.Module):
         super().__init__()
-        self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.norm_final = norm
         self.linear = nn.Linear(dim, patch_dim)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
@@ -180,6 +223,14 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             heads. Both are normalised to mean 0 and variance 1, as tokens are.
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
+        qk_norm: normalise queries and keys of each head, with learnt weights, by `norm_layer`.
+        norm_layer: "layernorm", without weights (DiT); "rmsnorm": with learnt weights (JiT, Li and He 2025; LightningDiT,
+            Yao 2025), computed in float32.
+        swiglu_mlp: W_2 (SiLU(W_g x) * W_1 x) for the MLP (Shazeer 2020), with 2 / 3 of the hidden width, and so as many
+            parameters.
+        use_rot_pos_emb: rotate queries and keys by the row and the column of their patch, beside the absolute positions.
+            The first half of a head's channels has the angles row * 10000^(-2 i / (D / 2)), neighbouring channels 2 i
+            and 2 i + 1 together; the second half those of the column.
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
         mlp_budget: share of the MLP's groups that run, in any form of head_budget; None: every MLP is dense. It needs
@@ -219,6 +270,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         route_by: str = "condition",
         executor: str = "auto",
         router_kwargs: dict | None = None,
+        qk_norm: bool = False,
+        norm_layer: str = "layernorm",
+        swiglu_mlp: bool = False,
+        use_rot_pos_emb: bool = False,
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
@@ -236,15 +291,20 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             num_layers, num_attention_heads, attention_head_dim, hidden_size
         )
         budgets = new_budgets(self, head_budget, head_budget_shape, router, heads, widths)
-        hidden = [int(hidden_size * mlp_ratio)] * num_layers
-        mlp_budgets = new_mlp_budgets(self, mlp_budget, mlp_budget_shape, mlp_groups, hidden, scope)
+        hidden = int(hidden_size * mlp_ratio)
+        mlp_budgets = new_mlp_budgets(
+            self, mlp_budget, mlp_budget_shape, mlp_groups, [hidden] * num_layers, scope
+        )
         attn_kwargs = dict(
             router=router,
             scope=scope,
             executor=executor,
             router_kwargs=router_kwargs,
+            qk_norm=qk_norm,
+            norm_layer=QK_NORMS[norm_layer],
             kv_heads=kv_heads,
             fused_attn=use_fused_attn(),
+            rotary_pairs=True,
         )
         mlp_kwargs = mlp_options(executor, router, router_kwargs)
         self.out_channels = in_channels
@@ -272,11 +332,18 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
         pos_embed = pos_embed.float().unsqueeze(0)  # [1, N, C]
         self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
-        self.blocks = nn.ModuleList(
-            DiTBlock(hidden_size, budget, mlp_ratio, mlp_norm_eps, attn_kwargs, of_mlp, mlp_kwargs)
-            for budget, of_mlp in zip(budgets, mlp_budgets or [None] * num_layers)
-        )
-        self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
+        cos, sin = rotary_of_grid(grid, widths) if use_rot_pos_emb else (None, None)
+        self.register_buffer("rotary_cos", cos, persistent=False)  # [N, D]
+        self.register_buffer("rotary_sin", sin, persistent=False)
+        self.blocks = nn.ModuleList()
+        for budget, of_mlp in zip(budgets, mlp_budgets or [None] * num_layers):
+            attn = HeadMixtureAttention(hidden_size, budget, **attn_kwargs)
+            mlp = make_mlp(hidden_size, hidden, swiglu_mlp, of_mlp, mlp_kwargs)
+            norm1 = make_norm(norm_layer, hidden_size)
+            norm2 = make_norm(norm_layer, hidden_size, mlp_norm_eps)
+            self.blocks.append(DiTBlock(hidden_size, attn, mlp, norm1, norm2))
+        norm = make_norm(norm_layer, hidden_size)
+        self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels, norm)
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
@@ -323,12 +390,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         t = self.t_embedder(time.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by = self._routing_condition(t, c, timestep)  # [B, C], [1, C] or None
+        rotary = None
+        if self.rotary_cos is not None:
+            rotary = (self.rotary_cos, self.rotary_sin)
         checkpoint = None
         if self.gradient_checkpointing and torch.is_grad_enabled():
             checkpoint = self._gradient_checkpointing_func
         stats: list[RoutingStats] = []
         for block in self.blocks:
-            x = run_block(block, x, c, route_by, stats=stats, checkpoint=checkpoint)  # [B, N, C]
+            x = run_block(block, x, c, route_by, rotary, stats=stats, checkpoint=checkpoint)
             if tokens is not None:
                 tokens.append(x)
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
@@ -419,6 +489,7 @@ def check_arguments(config) -> None:
     for name, value, allowed in (
         ("compat", config.compat, COMPAT),
         ("route_by", config.route_by, ROUTE_BY),
+        ("norm_layer", config.norm_layer, QK_NORMS),
         ("predict", config.predict or "velocity", PREDICTS),
     ):
         if value not in allowed:
@@ -432,6 +503,11 @@ def check_arguments(config) -> None:
         raise ValueError(
             f"compat 'sit' needs predict 'velocity' and learn_sigma False, not {config.predict!r} and {config.learn_sigma}: "
             "train it with objective flow and flow.predict velocity"
+        )
+    if config.swiglu_mlp and config.mlp_budget is not None:
+        raise ValueError(
+            f"mlp_budget {config.mlp_budget!r}: groups are of two linear layers around an activation, not of a SwiGLU "
+            "(swiglu_mlp)"
         )
     if config.scope != "sample" and config.route_by != "condition":
         raise ValueError(

@@ -1,0 +1,227 @@
+"""The block of JiT and LightningDiT: RMSNorm, SwiGLU, rotary positions in 2-D and qk-norm in a DiT, dense and routed."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+import moh_vision
+from moh_vision.models.counts import count_macs
+from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+from tests.support.refusals import refuse
+from tests.support.tiny_dit import TINY, awake
+
+BLOCK = dict(norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)
+ROUTED = dict(head_budget=[(1, 2), (2, 1)])
+ARGUMENTS = {name: {name: value} for name, value in BLOCK.items()}
+ARGUMENTS["all four"] = BLOCK
+
+
+def dit(**options):
+    torch.manual_seed(0)
+    model = awake(timm.create_model("dit_small_patch2", **{**TINY, **options})).eval()
+    for name, p in model.named_parameters():
+        if name.endswith("norm.weight") or ".norm" in name:
+            torch.nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+def inputs():
+    torch.manual_seed(1)
+    return torch.randn(3, 3, 8, 8), torch.tensor([10, 500, 999]), torch.tensor([0, 4, 5])
+
+
+# ---------------------------------------------------------------- the equations, written from the papers
+
+
+def rms_norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotated(x, grid):
+    """x [B, h, N, D]: pairs of channels as complex numbers, turned by the row in the first half and by the column in the second."""
+    quarter = x.shape[-1] // 4
+    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=x.dtype) / quarter)
+    rows, columns = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
+    angles = [positions.flatten()[:, None] * frequencies for positions in (rows, columns)]
+    angles = torch.cat(angles, 1).to(x.dtype)  # [N, D / 2]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def block_by_hand(block, x, c, grid):
+    modulation = F.linear(F.silu(c), *block.adaLN_modulation[1].parameters())
+    shift1, scale1, gate1, shift2, scale2, gate2 = modulation[:, None].chunk(6, -1)
+    attn = block.attn
+    y = rms_norm(x, block.norm1.weight) * (1 + scale1) + shift1
+    heads = F.linear(y, attn.qkv.weight, attn.qkv.bias).unflatten(-1, (3, attn.num_heads, -1))
+    q, k, v = heads.permute(2, 0, 3, 1, 4)  # [B, h, N, D] each
+    q = rotated(rms_norm(q, attn.q_norm.weight), grid)
+    k = rotated(rms_norm(k, attn.k_norm.weight), grid)
+    weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
+    y = F.linear((weights @ v).transpose(1, 2).flatten(2), attn.proj.weight, attn.proj.bias)
+    x = x + gate1 * y
+    mlp = block.mlp
+    y = rms_norm(x, block.norm2.weight) * (1 + scale2) + shift2
+    gate = F.linear(y, mlp.fc1_g.weight, mlp.fc1_g.bias)
+    y = F.silu(gate) * F.linear(y, mlp.fc1_x.weight, mlp.fc1_x.bias)
+    return x + gate2 * F.linear(y, mlp.fc2.weight, mlp.fc2.bias)
+
+
+@torch.no_grad()
+def test_a_block_is_the_papers_equations():
+    model = dit(**BLOCK).double()
+    torch.manual_seed(1)
+    x = torch.randn(3, 16, 32, dtype=torch.float64)
+    c = torch.randn(3, 32, dtype=torch.float64)
+    block = model.blocks[1]
+    rotary = (model.rotary_cos, model.rotary_sin)
+    # RMSNorm is computed in float32.
+    want = block_by_hand(block, x, c, 4)
+    torch.testing.assert_close(block(x, c, rotary=rotary), want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_scores_depend_on_the_offsets_of_rows_and_columns():
+    model = dit(use_rot_pos_emb=True)
+    cos, sin = model.rotary_cos, model.rotary_sin  # [16, 8], patches of 4 rows of 4
+    torch.manual_seed(2)
+    q, k = torch.randn(2, 8)
+
+    def turned(x, patch):
+        pairs = torch.stack([-x[1::2], x[::2]], -1).flatten()
+        return x * cos[patch] + pairs * sin[patch]
+
+    def score(at, other):
+        return turned(q, 4 * at[0] + at[1]) @ turned(k, 4 * other[0] + other[1])
+
+    same_offset = [score((0, 0), (1, 2)), score((1, 1), (2, 3)), score((2, 0), (3, 2))]
+    torch.testing.assert_close(torch.stack(same_offset), same_offset[0].expand(3))
+    assert abs(score((0, 0), (2, 1)) - same_offset[0]) > 1e-3
+
+
+def test_a_new_block_is_the_identity():
+    model = timm.create_model("dit_small_patch2", **TINY, **BLOCK)
+    x = torch.randn(2, 16, 32)
+    rotary = (model.rotary_cos, model.rotary_sin)
+    assert torch.equal(model.blocks[0](x, torch.randn(2, 32), rotary=rotary), x)
+    assert not model(*inputs()).sample.any()
+
+
+# Configuration of a paper's model -> its count of parameters, in millions.
+JIT = dict(BLOCK, in_chans=3, learn_sigma=False, patch_bottleneck=128, img_size=256, patch_size=16)
+LIGHTNING = dict(BLOCK, in_chans=32, img_size=16, patch_size=1, qk_norm=False, learn_sigma=False)
+COUNTS = {
+    # JiT also has class tokens in the sequence, whose 32 positions of width C are not ours.
+    "JiT-B/16": ("dit_base_patch2", JIT, 32 * 768, 131),
+    "JiT-L/16": ("dit_large_patch2", JIT, 32 * 1024, 459),
+    "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 0, 675),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_are_the_papers(name):
+    variant, arguments, missing, millions = COUNTS[name]
+    with torch.device("meta"):
+        model = timm.create_model(variant, **arguments)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert round((count + missing) / 1e6) == millions
+
+
+def test_macs_of_a_swiglu_are_those_of_its_three_products():
+    model = dit(**BLOCK)
+    plain = count_macs(dit(), *inputs_of_one()).ideal
+    C, hidden = 32, 4 * 32 * 2 // 3
+    difference = 2 * 16 * (3 * C * hidden - 2 * C * 4 * C)  # 2 layers, 16 tokens
+    assert count_macs(model, *inputs_of_one()).ideal - plain == difference
+
+
+def inputs_of_one():
+    x, t, y = inputs()
+    return x[:1], t[:1], y[:1]
+
+
+SCOPES = {
+    "token": {},
+    "sample": dict(scope="sample"),
+    "by timestep": dict(scope="sample", route_by="timestep"),
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_skipped_heads_change_nothing(argument, scope):
+    """Values and gradients of the executors that skip heads equal the reference's."""
+    results = []
+    x, t, y = inputs()
+    if scope == "by timestep":
+        t = torch.tensor(500)
+    for executor in ("reference", "packed"):
+        model = dit(**ROUTED, **ARGUMENTS[argument], **SCOPES[scope], executor=executor)
+        sample = model(x, t, y).sample
+        sample.square().mean().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([sample.detach(), *gradients])
+    for skipped, oracle in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(skipped, oracle, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_converted_at_all_heads_is_the_dense_model(argument, tmp_path):
+    model = dit(**ARGUMENTS[argument])
+    want = model(*inputs()).sample
+    moh_vision.convert(model, head_budget=0.5, calibrate=[inputs()])
+    assert not torch.equal(model(*inputs()).sample, want)
+    moh_vision.set_head_budget(model, 1.0)
+    torch.testing.assert_close(model(*inputs()).sample, want, rtol=1e-4, atol=1e-5)
+    # Saved and loaded, rotary positions included, which are in no file.
+    model.save_pretrained(tmp_path)
+    again = MoHDiTTransformer2DModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(*inputs()).sample, model(*inputs()).sample)
+
+
+def test_qk_norm_keeps_bfloat16_finite_at_a_large_learning_rate():
+    """Steps of AdamW at a learning rate of 1: without the norm the third or fourth loss is NaN."""
+    finite = {}
+    x, t, y = inputs()
+    for qk_norm in (False, True):
+        model = dit(norm_layer="rmsnorm", qk_norm=qk_norm).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        for _ in range(10):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(x, t, y).sample.float() - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        finite[qk_norm] = bool(loss.isfinite())
+    assert finite == {False: False, True: True}
+
+
+WRONG = {
+    "an unknown norm": (
+        dict(norm_layer="batchnorm"),
+        "norm_layer 'batchnorm' is not one of layernorm, rmsnorm",
+    ),
+    "a head's width": (
+        dict(use_rot_pos_emb=True, head_dim=6),
+        r"use_rot_pos_emb needs heads of one width, a multiple of 4, in all layers, not \[6\]",
+    ),
+    "groups of a SwiGLU": (
+        dict(swiglu_mlp=True, scope="sample", router="moh", head_budget=0.5, mlp_budget=0.5),
+        "mlp_budget 0.5: groups are of two linear layers around an activation, not of a SwiGLU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_makes_no_model(case):
+    arguments, words = WRONG[case]
+    refuse(words, dit, **arguments)
+
+
+def test_a_converted_swiglu_has_no_groups():
+    words = "blocks.0.mlp is a SwiGLU, not two linear layers"
+    refuse(words, moh_vision.convert, dit(**BLOCK), scope="sample", mlp_budget=0.5)
