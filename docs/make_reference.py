@@ -1,9 +1,12 @@
-"""Write docs/reference/{config,commands,models}.md from the code: `python docs/make_reference.py [PAGE ...]`.
+"""Write pages from the code and from what ships with it: `python docs/make_reference.py [PAGE ...]`.
 
-tests/test_pages.py compares the first two with what this makes, and the names in the third with the registry.
+docs/reference/{config,commands,models}.md are of the code, docs/results/runs.md is of the logs beside the configurations.
+tests/test_pages.py compares all but models with what this makes, and the names in models with the registry.
 """
 
+import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -22,7 +25,8 @@ from moh_vision.language.models.create import create_text_model, list_text_prese
 from moh_vision.models.counts import count_macs, count_parameters
 from moh_vision.models.weights import image_models
 
-PAGES = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
+CONFIGS = DOCS.parent / "configs"
 SCRIPTS = {
     "train_cls.py": ("classification.train", ClsConfig),
     "validate.py": ("classification.validate", ValidateConfig),
@@ -166,6 +170,52 @@ def _scores(row: dict) -> str:
     return f"{', '.join(words)} ({', '.join(about)})"
 
 
+ABOUT_RUNS = """\
+# What a run should show
+
+Every configuration that trains in minutes on a CPU ships with the log of one run, `configs/*/*.jsonl`. Here are their
+losses, so that you can compare your first run after a few steps: the loss of the task, without the balance loss, as the
+mean of the last five logged steps up to the one that is named (one step in ten is logged); the scores at the end. Same
+steps on another processor differ in the last digits at first, and by a few per cent later, because rounding changes which
+of two close heads runs. Speed: `--estimate true` says yours. `python -m moh_vision curves RUN configs/dit/NAME.jsonl
+--output curves.png` draws both.
+"""
+
+
+def runs_page() -> str:
+    """docs/results/runs.md: losses and scores in the logs that ship with configurations."""
+    columns = ["configuration", "step 1", "100", "1,000", "last", "scores", "run"]
+    lines = [HEAD, ABOUT_RUNS, f"| {' | '.join(columns)} |", "|---|" + "---:|" * 4 + "---|---|"]
+    for file in sorted(CONFIGS.glob("*/*.jsonl")):
+        about, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+        losses = {row["step"]: row["task_loss"] for row in rows if "task_loss" in row}
+        last = max(losses)
+        cells = [f"`{file.parent.name}/{file.stem}`", f"{losses[1]:.3f}"]
+        for step in (100, 1000):
+            cells.append(_mean_loss(losses, step) if last > step else "")
+        cells.append(f"{_mean_loss(losses, last)} ({last:,})")
+        cells.append(_validation(rows))
+        cells.append(f"{about['device']}, torch {about['versions']['torch']}, {about['date'][:10]}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean_loss(losses: dict[int, float], step: int) -> str:
+    """Return the mean of the last five logged losses up to a step."""
+    logged = [loss for at, loss in losses.items() if at <= step]
+    return f"{statistics.mean(logged[-5:]):.3f}"
+
+
+def _validation(rows: list[dict]) -> str:
+    """Return the scores of the last validation in a log; "" without one."""
+    names = dict(top1="top-1 {:.2f} %", bleu="BLEU {:.1f}", perplexity="perplexity {:.1f}")
+    found = [row["validation"] for row in rows if "validation" in row]
+    if not found:
+        return ""
+    scores = found[-1]
+    return ", ".join(text.format(scores[key]) for key, text in names.items() if key in scores)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
@@ -176,9 +226,14 @@ def _code(text: str) -> str:
     return f"`{_cell(text)}`"
 
 
-MAKERS = {"config": config_page, "commands": commands_page, "models": models_page}
+MAKERS = {
+    "reference/config": config_page,
+    "reference/commands": commands_page,
+    "reference/models": models_page,
+    "results/runs": runs_page,
+}
 
 if __name__ == "__main__":
     for page in sys.argv[1:] or MAKERS:
-        (PAGES / f"{page}.md").write_text(MAKERS[page](), encoding="utf-8")
-        print(f"docs/reference/{page}.md")
+        (DOCS / f"{page}.md").write_text(MAKERS[page](), encoding="utf-8")
+        print(f"docs/{page}.md")

@@ -136,8 +136,9 @@ class ClsConfig(ImageRunConfig):
     """Classification."""
 
     kind: Literal["classification"] = key("classification")
-    max_steps: int | None = key(None, also="")
-    """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs the schedule stays theirs."""
+    max_steps: int | Literal["auto"] | None = key(None, also="")
+    """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs the schedule stays theirs. "auto": as many as the
+    run sees 3,840 sqrt(N) images in, of N training images, and a warm-up of a twentieth of them if none is given."""
     label_smoothing: float = key(0.0, ge=0, lt=1)
     """Label smoothing of the cross-entropy."""
     eval_every: int = key(0, ge=0, free=True)
@@ -149,8 +150,18 @@ class ClsConfig(ImageRunConfig):
     mix: MixConfig = field(default_factory=MixConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
 
+    def agree(self) -> None:
+        super().agree()
+        if self.max_steps == "auto" and (self.optim.epochs or self.optim.warmup_epochs):
+            raise ValueError(
+                "max_steps auto: leave out optim.epochs and optim.warmup_epochs, which say the same by other numbers"
+            )
+
     def steps(self, images: int) -> tuple[int, int, int]:
-        """Return the steps of the run, of the cosine and of the warm-up, for a number of training images."""
+        """Return the steps of the run, of the cosine and of the warm-up, for a number of training images.
+
+        max_steps is not "auto" any more, see `settle_steps`.
+        """
         optim = self.optim
 
         def steps_of(epochs: float) -> int:

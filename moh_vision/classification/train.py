@@ -81,8 +81,11 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     record = DataRecord(data.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     batch_size = config.optim.batch_size
+    settled = config.settle_steps(len(source))
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(data.root, source, stop, batch_size, val))
+    if settled:
+        say(settled)
     splits.warn_of_transparent_pixels(f"data.root {data.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", data.img_size, source.channels, setup.micro_batch)
 

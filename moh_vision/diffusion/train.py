@@ -58,7 +58,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     source = inputs.source
     classes = source.classes
     check_images_fit("data.img_size", img_size, inputs.colours or 1, setup.micro_batch)
+    settled = config.settle_steps(len(source))
     say(splits.in_short(root, source, config.max_steps, batch_size))
+    if settled:
+        say(settled)
     splits.warn_of_transparent_pixels(f"data.root {root}", dict(train=source), say)
 
     # ---------------------------------------------------------------- steps to do; objective and model

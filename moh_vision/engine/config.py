@@ -1,5 +1,6 @@
 """The sections of a configuration that scripts share. `command_line.parse_config` fills them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -315,10 +316,20 @@ class RunConfig(CommonConfig):
         return dict(moa_balance_weight=self.moa_balance_weight, z_weight=self.z_weight)
 
 
+# Images that a run with max_steps "auto" sees, over the square root of the number of training images: each of 100 images
+# is seen 384 times, each of 20,000 27 times.
+AUTO = 3840
+
+
 @dataclass
 class ImageRunConfig(RunConfig):
     """Keys of all runs that train on images."""
 
+    max_steps: int | Literal["auto"] = key(
+        1000, ge=1, free=True, also="epochs num_epochs num_train_epochs"
+    )
+    """Optimiser steps. "auto": as many as the run sees 3,840 sqrt(N) images in, of N training images, and a warm-up of a
+    twentieth of them if none is given: few images are seen more often."""
     calibrate_images: int = key(0, ge=0, needs="init_from or model.pretrained; data.exact_order")
     """Number of training images that judge the heads of a dense model, so that the strongest ones of each layer become the shared
     ones and the first to run; 0: those that come first."""
@@ -328,6 +339,21 @@ class ImageRunConfig(RunConfig):
         super().agree()
         if self.init_from and self.model.pretrained:
             raise ValueError("init_from and model.pretrained both bring weights: give one")
+
+    def settle_steps(self, images: int) -> str | None:
+        """Replace max_steps "auto" by the number for so many training images; return a line that says so, else None.
+
+        From then on the configuration, as it is saved with the run, has numbers.
+        """
+        if self.max_steps != "auto":
+            return None
+        optim = self.optim
+        self.max_steps = max(1, round(AUTO * math.sqrt(images) / optim.batch_size))
+        line = f"max_steps auto: {self.max_steps} steps of {optim.batch_size} for {images} images"
+        if not optim.warmup_steps:
+            optim.warmup_steps = self.max_steps // 20
+            line += f", the first {optim.warmup_steps} are the warm-up"
+        return line
 
     def routers(self) -> set[str]:
         model = self.model
