@@ -173,10 +173,10 @@ def _scores(row: dict) -> str:
 ABOUT_RUNS = """\
 # What a run should show
 
-Every configuration that trains in minutes on a CPU ships with the log of one run, `configs/*/*.jsonl`. Here are their
-losses, so that you can compare your first run after a few steps: the loss of the task, without the balance loss, as the
-mean of the last five logged steps up to the one that is named (one step in ten is logged); the scores at the end. Same
-steps on another processor differ in the last digits at first, and by a few per cent later, because rounding changes which
+Most configurations that train in minutes on a CPU ship with the log of one run, `configs/*/*.jsonl`, whose first line has
+the command. Here are their losses, so that you can compare your first run after a few steps: the loss of the task, without
+the balance loss, as the mean of the last five logged steps up to the one that is named; the scores at the end. Add
+`--log_every 10`, as those runs did, and for WikiText-2 `--data.train valid`. The same steps on another processor differ in the last digits at first, and by a few per cent later, because rounding changes which
 of two close heads runs. Speed: `--estimate true` says yours. `python -m moh_vision curves RUN configs/dit/NAME.jsonl
 --output curves.png` draws both.
 """

@@ -16,7 +16,7 @@ COMMANDS = {
     "gates": "what the gates of language models do with a text",
     "patches": "which heads each patch of an image runs",
     "budget-curve": "score and latency over the share of active heads",
-    "search": "a head budget for a trained model, found without training",
+    "search": "a budget of heads or MLP groups for a trained model, found without training",
     "predict": "name what is on images",
     "export": "write a model as ONNX or torch.export's .pt2",
     "publish": "write a folder for timm, diffusers or transformers, with a model card",

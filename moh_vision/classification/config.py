@@ -118,7 +118,9 @@ class ClsOptimConfig(OptimConfig):
     """Epochs of the linear warm-up, instead of warmup_steps."""
     cooldown_epochs: float = key(0.0, ge=0, needs=".epochs")
     """Epochs at min_lr, after `epochs`."""
-    warmup_lr: float = key(0.0, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps or .warmup_epochs")
+    warmup_lr: float = key(
+        0.0, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps or .warmup_epochs or max_steps=auto"
+    )
     """Learning rate at which the warm-up begins."""
     layer_decay: float | None = key(None, gt=0, le=1, needs=TRAINS)
     """Factor of the learning rate from each layer to the one before, for fine-tuning (timm's)."""

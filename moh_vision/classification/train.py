@@ -81,8 +81,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     record = DataRecord(data.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     batch_size = config.optim.batch_size
-    settled = config.settle_steps(len(source))
+    warmup_of_auto, settled = config.settle_steps(len(source))
     stop, cosine_steps, warmup_steps = config.steps(len(source))
+    warmup_steps = warmup_steps or warmup_of_auto
     say(splits.in_short(data.root, source, stop, batch_size, val))
     if settled:
         say(settled)

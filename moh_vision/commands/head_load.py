@@ -158,7 +158,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         budget = load.layers[layer]
         shared = budget["shared"]
         always = shared if layer in choosing else budget["heads"]
-        blocks.append(map_block(share, max(always - first[layer], 0)))
+        blocks.append(map_block(share, always - first[layer]))
         heads += ["s"] * shared
         heads += [str(head) for head in range(shared, budget["heads"])]
         shown.append(

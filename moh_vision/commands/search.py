@@ -44,7 +44,7 @@ CONVERTED = "uniform:0.5"
 # What can be searched, by the names of ModelBudgets -> the key that takes the budget.
 KEYS = {"heads": "head_budget", "groups": "mlp_budget"}
 LossOf = Callable[[nn.Module], float]
-# For one layer: number of its active heads -> loss, while the other layers run all heads.
+# For one layer: number of its active heads, or groups, -> loss, while the other layers run all of theirs.
 Losses = dict[int, float]
 
 
@@ -117,27 +117,27 @@ def search_budget(
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
-    """Choose the number of heads of each layer at the least sum of costs, by dynamic programming.
+    """Choose the number of heads, or groups, of each layer at the least sum of costs, by dynamic programming.
 
     Args:
         costs: for each layer, number of heads -> cost. The smallest numbers must fit in `total`.
         total: number of heads over all layers; if no choice has exactly so many, the next smaller possible number.
     """
-    # For the layers so far: number of their heads -> (least cost, heads of each layer).
+    # For the layers so far: sum of their numbers -> (least cost, number of each layer).
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for layer in costs:
         longer: dict[int, tuple[float, list[int]]] = {}
-        for heads_before, (cost_before, chosen) in best.items():
+        for sum_before, (cost_before, chosen) in best.items():
             for k, cost_of_layer in layer.items():
-                heads = heads_before + k
+                running_sum = sum_before + k
                 cost = cost_before + cost_of_layer
-                if heads > total:
+                if running_sum > total:
                     continue
-                if heads not in longer or cost < longer[heads][0]:
-                    longer[heads] = (cost, [*chosen, k])
+                if running_sum not in longer or cost < longer[running_sum][0]:
+                    longer[running_sum] = (cost, [*chosen, k])
         best = longer
-    _, heads_of_layers = best[max(best)]
-    return heads_of_layers
+    _, numbers = best[max(best)]
+    return numbers
 
 
 def refuse_nothing_to_search(model: nn.Module, full: Sequence[HeadBudget], parts: str) -> None:
@@ -147,9 +147,10 @@ def refuse_nothing_to_search(model: nn.Module, full: Sequence[HeadBudget], parts
     if all_run and not is_dense(model):
         raise ValueError(f"{name} has no routed {parts} to be chosen: its router runs all {parts}")
     if all_run or not any(budget.candidates for budget in full):
-        raise ValueError(
-            f"{name} has no routed {parts} to be chosen; moh_vision.convert gives it some"
-        )
+        advice = "moh_vision.convert gives it some"
+        if parts == "groups" and not is_dense(model):
+            advice = "train it with model.mlp_budget, or convert its dense model"
+        raise ValueError(f"{name} has no routed {parts} to be chosen; {advice}")
 
 
 def compare(
@@ -209,19 +210,19 @@ def all_of(model: nn.Module, parts: str) -> list[HeadBudget]:
 
 
 def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_budget",)) -> None:
-    """Raise ValueError if the options give a budget of their own, where `option` says how many heads run.
+    """Raise ValueError if the options give a budget of their own, where `option` says how many heads or groups run.
 
     Args:
         opened: of a command.
         option: of the command.
-        budgets: the keys of what it sets; "mlp_budget" if it sets the groups of routed MLPs too.
+        budgets: the keys that give what `option` decides.
     """
-    for budget in budgets:
+    given = getattr(opened.config, "given", ())
+    if not opened.metadata.get("brings_model", True):
+        return
+    for parts, budget in KEYS.items():
         for key in (f"model.{budget}", budget):
-            if key in getattr(opened.config, "given", ()) and opened.metadata.get(
-                "brings_model", True
-            ):
-                parts = "heads" if budget == "head_budget" else "groups"
+            if budget in budgets and key in given:
                 raise ValueError(f"{key} has no effect: {option} says how many {parts} run")
 
 
@@ -280,12 +281,14 @@ def work(options) -> None:
     searched, unseen = opened.halves(options.images)
     weights = opened.metadata["weights"]
     unit = opened.unit
-    if is_dense(opened.model):
+    converted = is_dense(opened.model)
+    if converted:
         batches = [opened.inputs(batch) for batch in searched]
         opened.model = convert_dense(opened.model, parts, batches).eval()
         weights += f", converted with its strongest {parts} shared"
     model = opened.model
     full = all_of(model, parts)
+    refuse_nothing_to_search(model, full, parts)
     measurements = 1 + sum(budget.candidates - 1 for budget in full if budget.candidates)
     say(f"{weights}: {opened.loss_name} of {options.images} {unit}, about {measurements} times")
     budgets = model_budgets(model)
@@ -328,7 +331,11 @@ def work(options) -> None:
         *(f"- {[budget.shared, k - budget.shared]}" for budget, k in zip(full, active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
-    say(f'{options.output}: --model.{key} "$(cat {options.output})"')
+    use = f'--model.{key} "$(cat {options.output})"'
+    if converted and parts == "groups":
+        # The groups are of channels that were sorted, and are chosen for whole images.
+        use += f" --model.convert.scope sample --calibrate-images {options.images}"
+    say(f"{options.output}: {use}")
 
 
 def convert_dense(model: nn.Module, parts: str, batches: list) -> nn.Module:

@@ -248,7 +248,8 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
     state = read_tensors(file, weights)
     sizes = _sizes(file, state)
     if compat_of(name, {}) == "sit":
-        sizes["learn_sigma"] = False  # half of the file's channels, which loading leaves out
+        # SiT's files have the channels of a variance, which loading leaves out.
+        sizes["learn_sigma"] = False
     state, metadata = _with_no_class(file, state)
     sizes["num_classes"] = len(metadata["classes"])
     try:

@@ -58,7 +58,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     source = inputs.source
     classes = source.classes
     check_images_fit("data.img_size", img_size, inputs.colours or 1, setup.micro_batch)
-    settled = config.settle_steps(len(source))
+    warmup_steps, settled = config.settle_steps(len(source))
     say(splits.in_short(root, source, config.max_steps, batch_size))
     if settled:
         say(settled)
@@ -155,6 +155,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         optimizer,
         metadata,
         title="diffusion",
+        schedule=dict(warmup_steps=warmup_steps),
         ema=config.ema,
         elastic=model_setup.elastic,
         unreadable=unreadable,
@@ -215,22 +216,34 @@ def say_other_objective(config: DitConfig, model: nn.Module) -> None:
         return
     now = objective_said(config.tree(), model.config.compat)
     # Files that do not say their objective are those of DiT, or those of SiT if the model is one.
-    unsaid = now if model.config.compat == "sit" else "noise"
+    unsaid = "noise"
+    if model.config.compat == "sit":
+        unsaid = now
     before = trained_objective(origin, unsaid)
     if before != now:
         say(f"{origin} was trained with objective {before}, this run with {now}")
 
 
 def trained_objective(source: str, unsaid: str) -> str:
-    """Return the objective that weights for `init_from` were trained with; `unsaid` if no file says so."""
+    """Return the objective that weights for `init_from` were trained with; `unsaid` if nothing says so."""
     config = None
     compat = "official"
     index = Path(source) / "model_index.json"
+    settings = Path(source) / "config.json"
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())
         transformer = json.loads((index.parent / "transformer" / "config.json").read_text())
         compat = transformer.get("compat", compat)
-    elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
+    elif settings.is_file():  # what save_pretrained wrote
+        saved = json.loads(settings.read_text())
+        compat = saved.get("compat", compat)
+        config = dict(objective="noise")
+        if saved.get("predict"):  # None: a model of DDPM
+            config = dict(objective="flow", flow=dict(predict=saved["predict"]))
+    elif not Path(source).exists():  # the name of a registered model
+        compat = compat_of(source, {})
+        config = dict(objective="flow" if compat == "sit" else "noise")
+    elif weights_file(source).suffix == ".safetensors":
         # Read the metadata alone: the filter takes no tensor.
         _, metadata = read_safetensors(weights_file(source), lambda name: False)
         config = metadata.get("config")

@@ -318,7 +318,7 @@ class RunConfig(CommonConfig):
 
 # Images that a run with max_steps "auto" sees, over the square root of the number of training images: each of 100 images
 # is seen 384 times, each of 20,000 27 times.
-AUTO = 3840
+IMAGES_PER_ROOT = 3840
 
 
 @dataclass
@@ -331,8 +331,8 @@ class ImageRunConfig(RunConfig):
     """Optimiser steps. "auto": as many as the run sees 3,840 sqrt(N) images in, of N training images, and a warm-up of a
     twentieth of them if none is given: few images are seen more often."""
     calibrate_images: int = key(0, ge=0, needs="init_from or model.pretrained; data.exact_order")
-    """Number of training images that judge the heads of a dense model, so that the strongest ones of each layer become the shared
-    ones and the first to run; 0: those that come first."""
+    """Number of training images that judge the heads of a dense model, and the hidden channels of its MLPs if they are routed,
+    so that the strongest ones of each layer become the shared ones and the first to run; 0: those that come first."""
     ema: EmaConfig = field(default_factory=EmaConfig)
 
     def agree(self) -> None:
@@ -340,20 +340,25 @@ class ImageRunConfig(RunConfig):
         if self.init_from and self.model.pretrained:
             raise ValueError("init_from and model.pretrained both bring weights: give one")
 
-    def settle_steps(self, images: int) -> str | None:
-        """Replace max_steps "auto" by the number for so many training images; return a line that says so, else None.
+    def settle_steps(self, images: int) -> tuple[int, str]:
+        """Replace max_steps "auto" by the number for so many training images.
 
-        From then on the configuration, as it is saved with the run, has numbers.
+        From then on the configuration, as it is saved with the run, has a number there. optim.warmup_steps stays what the
+        user gave: so a run may be resumed for more steps, or with more images.
+
+        Returns:
+            The steps of the warm-up, and a line that says what "auto" is here; "" if there is nothing to say.
         """
-        if self.max_steps != "auto":
-            return None
         optim = self.optim
-        self.max_steps = max(1, round(AUTO * math.sqrt(images) / optim.batch_size))
-        line = f"max_steps auto: {self.max_steps} steps of {optim.batch_size} for {images} images"
-        if not optim.warmup_steps:
-            optim.warmup_steps = self.max_steps // 20
-            line += f", the first {optim.warmup_steps} are the warm-up"
-        return line
+        if self.max_steps != "auto":
+            return optim.warmup_steps, ""
+        batch = optim.batch_size
+        self.max_steps = max(1, round(IMAGES_PER_ROOT * math.sqrt(images) / batch))
+        line = f"max_steps auto: {self.max_steps} steps of {batch} for {images} images"
+        if optim.warmup_steps or "optim.warmup_steps" in self.given:
+            return optim.warmup_steps, line
+        warmup = self.max_steps // 20
+        return warmup, f"{line}, the first {warmup} are the warm-up"
 
     def routers(self) -> set[str]:
         model = self.model

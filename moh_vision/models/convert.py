@@ -117,8 +117,8 @@ def convert(  # noqa: PLR0913
     # One batch. A mapping is recognised by `items`: transformers' BatchEncoding is not a dict.
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):
         calibrate = [calibrate]
-    if calibrate is not None:
-        calibrate = list(calibrate)  # read once for the heads, once for the MLPs
+    if calibrate is not None and mlp_budget is not None:
+        calibrate = list(calibrate)  # two passes: one measures heads, one the channels of MLPs
     model = apply(
         model,
         (head_budget, router, scope, executor, router_kwargs, calibrate, group),
@@ -350,10 +350,11 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
 
 
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Sort the heads of a ViT or DiT by contribution, and the hidden channels of its routed MLPs.
+    """Sort the heads of a ViT or DiT by contribution, and the hidden channels of MLPs whose routers are zero.
 
-    Its weights are dense and its routers untrained. MoH's routers become zero, so that at first the strongest heads and
-    groups of each layer run, with weight 1.
+    Its heads' weights are dense and their routers untrained. MoH's routers become zero, so that at first the strongest heads
+    and groups of each layer run, with weight 1. Loading dense weights has zeroed the routers of MLPs; where they are not
+    zero they are trained, and their groups must stay.
 
     Args:
         batches: see `convert`.
@@ -368,11 +369,17 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
             all_shared = HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
             layer.router = DenseRouter(layer.dim, all_shared)
         with all_running(model):
-            order_by_contribution(model, layers, mlp_layers(model), batches)
+            untrained = [mlp for mlp in mlp_layers(model) if not has_weights(mlp.router)]
+            order_by_contribution(model, layers, untrained, batches)
     finally:
         for layer, router in zip(layers, routers):
             layer.router = router
             zero_router(router)
+
+
+def has_weights(router: nn.Module) -> bool:
+    """Return whether any weight of a router is not zero."""
+    return any(parameter.any() for parameter in router.parameters())
 
 
 @contextmanager

@@ -182,5 +182,5 @@ def compat_of(name: str, arguments: dict) -> str:
     return arguments.get("compat", of_variant)
 
 
-ABOUT = "A DiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
+ABOUT = "A DiT or SiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
 register_variants(__name__, _create_dit, {name: (ABOUT, args) for name, args in VARIANTS.items()})

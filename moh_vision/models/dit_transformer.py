@@ -44,8 +44,11 @@ from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, r
 from moh_vision.models.velocity import PREDICTS, sit_time, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
-# norm_layer -> the class of the norms of queries and keys
-QK_NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RmsNormFp32}
+# norm_layer -> the classes of the norms of tokens, and of queries and keys, which have learnt weights
+NORMS = {
+    "layernorm": (partial(nn.LayerNorm, elementwise_affine=False), nn.LayerNorm),
+    "rmsnorm": (RmsNormFp32, RmsNormFp32),
+}
 COMPAT = ("official", "diffusers", "sit")
 ROUTE_BY = ("condition", "timestep")
 
@@ -91,9 +94,8 @@ class LabelEmbedder(nn.Module):
 
 def make_norm(norm_layer: str, dim: int, eps: float = 1e-6) -> nn.Module:
     """Make a norm of tokens of width `dim`; for `norm_layer` see `MoHDiTTransformer2DModel`."""
-    if norm_layer == "rmsnorm":
-        return RmsNormFp32(dim, eps=eps)
-    return nn.LayerNorm(dim, elementwise_affine=False, eps=eps)
+    of_tokens, _ = NORMS[norm_layer]
+    return of_tokens(dim, eps=eps)
 
 
 def make_mlp(
@@ -301,7 +303,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             executor=executor,
             router_kwargs=router_kwargs,
             qk_norm=qk_norm,
-            norm_layer=QK_NORMS[norm_layer],
+            norm_layer=NORMS[norm_layer][1],
             kv_heads=kv_heads,
             fused_attn=use_fused_attn(),
             rotary_pairs=True,
@@ -489,7 +491,7 @@ def check_arguments(config) -> None:
     for name, value, allowed in (
         ("compat", config.compat, COMPAT),
         ("route_by", config.route_by, ROUTE_BY),
-        ("norm_layer", config.norm_layer, QK_NORMS),
+        ("norm_layer", config.norm_layer, NORMS),
         ("predict", config.predict or "velocity", PREDICTS),
     ):
         if value not in allowed:

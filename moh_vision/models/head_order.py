@@ -14,9 +14,8 @@ class Measured(NamedTuple):
     """A linear layer whose input is a sum of parts, and what measures them."""
 
     linear: nn.Module
-    lengths: Callable[
-        [Tensor], Tensor
-    ]  # input [B, N, P * D] -> what each part adds to a token, [B, N, P]
+    # Takes the input [B, N, P * D]; returns the length of what each part adds to a token, [B, N, P].
+    lengths: Callable[[Tensor], Tensor]
 
 
 def order_by_contribution(

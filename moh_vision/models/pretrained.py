@@ -137,8 +137,8 @@ def load_source(
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
-    if config.calibrate_images and runs_all_heads(model):
-        raise ValueError(f"{asked} needs a model that routes its heads: model.convert")
+    if config.calibrate_images and runs_all_heads(model) and not mlp_layers(model):
+        raise ValueError(f"{asked} needs a model that routes its heads or MLPs: model.convert")
 
 
 def is_dense(model: nn.Module) -> bool:
@@ -261,8 +261,5 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
     family = "dit"
     if arguments.get("compat") == "sit":
         family = "sit"
-    return (
-        f"{family}_small_patch2",
-        arguments,
-        {},
-    )  # the arguments replace all sizes of this variant
+    # The arguments replace all sizes of this variant.
+    return f"{family}_small_patch2", arguments, {}

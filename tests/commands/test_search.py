@@ -152,9 +152,20 @@ def test_what_cannot_be_searched(share, options, words):
     refuse(words, search_budget, vit(**options), lambda model: 0.0, share)
 
 
-def test_a_model_without_routed_mlps_has_no_groups_to_search():
-    words = "has no routed groups to be chosen; moh_vision.convert gives it some"
-    refuse(words, search_budget, vit(), lambda model: 0.0, 0.5, parts="groups")
+# Models without routed MLPs -> what is said.
+WITHOUT_GROUPS = {
+    "routed heads": ({}, "has no routed groups to be chosen; train it with model.mlp_budget"),
+    "dense": (
+        dict(router="dense", head_budget=None),
+        "has no routed groups to be chosen; moh_vision.convert gives it some",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_GROUPS)
+def test_a_model_without_routed_mlps_has_no_groups_to_search(case):
+    options, words = WITHOUT_GROUPS[case]
+    refuse(words, search_budget, vit(**options), lambda model: 0.0, 0.5, parts="groups")
 
 
 def test_a_loss_that_is_not_finite_is_named():
@@ -257,7 +268,10 @@ def test_groups_of_a_run_are_searched(trained, tmp_path, run_command, name):
     dense = name == "a dense run"
     heads = 100.0 if dense else 75.0
     assert f"heads stay: {heads:.1f} % of them run\nlayer  loss above that of all groups" in out
-    assert f'{file}: --model.mlp_budget "$(cat {file})"' in out
+    use = f'{file}: --model.mlp_budget "$(cat {file})"'
+    if dense:
+        use += " --model.convert.scope sample --calibrate-images 8"
+    assert f"{use}\n" in out
     text = file.read_text()
     assert ("converted with its strongest groups shared" in text) == dense
     pairs = yaml.safe_load(text)

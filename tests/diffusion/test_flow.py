@@ -307,7 +307,7 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     assert "init_from: final_layer.linear.weight is made anew, [4, 32] -> [8, 32]" in said
 
 
-def test_a_saved_jit_starts_a_run(tmp_path):
+def test_a_saved_jit_starts_a_run(tmp_path, capsys):
     """The folder says that it has no variance, without which predict x is refused."""
     folder = tmp_path / "jit"
     jit = dict(learn_sigma=False, predict="x", patch_bottleneck=3, embed_dim=32, depth=2)
@@ -319,6 +319,7 @@ def test_a_saved_jit_starts_a_run(tmp_path):
     source = f"--model.name pretrained --model.pretrained {folder} --model.convert.router moh"
     options = f"--objective flow --flow.predict x {source} {sizes}".split()
     train.main(arguments("dit", tmp_path / "run", 1, 1, *options))
+    assert "was trained with objective" not in capsys.readouterr().out
     model = open_run(tmp_path / "run").model
     assert (model.config.predict, model.config.patch_bottleneck) == ("x", 3)
     assert head_budget(model)["share"] == 0.5

@@ -243,10 +243,35 @@ def test_what_is_left_out_is_said_and_files_of_repa_are_refused(file, tmp_path):
     refuse("1 are unexpected .'projectors", init_from, model, str(tmp_path / "repa.pt"))
 
 
-def test_the_published_file_is_the_release_scripts():
-    cfg = timm.get_pretrained_cfg("sit_xlarge_patch2")
-    assert cfg.tag == "in1k_256" and cfg.input_size == (4, 32, 32)
-    assert "/SiT-XL-2-256.pt?" in cfg.url
+# Arguments of a model that save_pretrained wrote -> the objective that its folder says.
+SAVED = {
+    "DDPM": (dict(), "noise"),
+    "a flow": (dict(learn_sigma=False, predict="velocity"), "flow"),
+    "JiT": (dict(learn_sigma=False, predict="x"), "flow (predict x)"),
+    "SiT": (
+        dict(learn_sigma=False, predict="velocity", compat="sit"),
+        "flow (in SiT's time)",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", SAVED)
+def test_a_saved_folder_says_its_objective(tmp_path, model):
+    options, objective = SAVED[model]
+    dense = dict(embed_dim=32, depth=1, num_heads=4)
+    timm.create_model("dit_small_patch2", **dense, **options).save_pretrained(tmp_path)
+    assert train.trained_objective(str(tmp_path), "unsaid") == objective
+
+
+@pytest.mark.parametrize(
+    "name, objective",
+    [
+        ("sit_xlarge_patch2.in1k_256", "flow (in SiT's time)"),
+        ("dit_xlarge_patch2.in1k_256", "noise"),
+    ],
+)
+def test_a_name_says_its_objective(name, objective):
+    assert train.trained_objective(name, "unsaid") == objective
 
 
 @pytest.mark.parametrize(

@@ -30,24 +30,31 @@ def test_steps_follow_from_the_number_of_images(script, case):
     images, batch, steps, warmup = STEPS[case]
     options = ["--max-steps", "auto", "--optim.batch_size", str(batch)]
     config = parse_config(SCRIPTS[script][1], options, "t")
-    line = config.settle_steps(images)
-    assert (config.max_steps, config.optim.warmup_steps) == (steps, warmup)
+    found, line = config.settle_steps(images)
+    assert (config.max_steps, found) == (steps, warmup)
+    assert config.optim.warmup_steps == 0  # a key that may not change when a run goes on
     said = f"max_steps auto: {steps} steps of {batch} for {images} images, the first {warmup} are"
     assert line.startswith(said)
-    assert config.settle_steps(images) is None  # settled already
+    assert config.settle_steps(images) == (0, "")  # settled already
 
 
-def test_a_warm_up_that_is_given_stays():
-    options = "--max-steps auto --optim.warmup_steps 7 --optim.batch_size 64"
+@pytest.mark.parametrize("given", [0, 7])
+def test_a_warm_up_that_is_given_stays(given):
+    options = f"--max-steps auto --optim.warmup_steps {given} --optim.batch_size 64"
     config = parse_config(DitConfig, options.split(), "t")
-    assert config.settle_steps(100) == "max_steps auto: 600 steps of 64 for 100 images"
-    assert config.optim.warmup_steps == 7
+    line = "max_steps auto: 600 steps of 64 for 100 images"
+    assert config.settle_steps(100) == (given, line)
 
 
 def test_numbers_of_steps_stay():
-    config = parse_config(ClsConfig, ["--max-steps", "9"], "t")
-    assert config.settle_steps(100) is None
+    config = parse_config(ClsConfig, ["--max-steps", "9", "--optim.warmup_steps", "3"], "t")
+    assert config.settle_steps(100) == (3, "")
     assert config.max_steps == 9
+
+
+def test_the_warm_up_of_auto_begins_where_asked():
+    config = parse_config(ClsConfig, "--max-steps auto --optim.warmup_lr 1e-5".split(), "t")
+    assert config.optim.warmup_lr == 1e-5
 
 
 @pytest.mark.parametrize("option", ["--optim.epochs", "--optim.warmup_epochs"])
@@ -66,26 +73,32 @@ def write_pictures(root):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
-    """It is trained, and resumes although its folder has numbers where the configuration says auto."""
-    monkeypatch.setattr(engine_config, "AUTO", 40)  # 40 sqrt(14) images
+    """It is trained; the same command, and one for more steps, go on with it."""
+    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 10)  # 10 sqrt(14) / 2 steps
     main = SCRIPTS[script][0].main
     root = write_pictures(tmp_path / "photos")
     command = ["--config", f"{script}/own_pictures", "--data.root", str(root)]
-    command += ["--output", str(tmp_path / "run")]
-    main(command)
+    command += ["--output", str(tmp_path / "run"), "--optim.batch_size", "2"]
+    rates = tmp_path / "run" / "metrics.jsonl"
+    main([*command, "--log_every", "1"])
     out = capsys.readouterr().out
-    assert "max_steps auto: 2 steps of 64 for 14 images, the first 0 are the warm-up" in out
+    assert "max_steps auto: 19 steps of 2 for 14 images, the first 0 are the warm-up" in out
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert saved["max_steps"] == 2
+    assert (saved["max_steps"], saved["optim"]["warmup_steps"]) == (19, 0)
     assert (tmp_path / "run" / "ema.safetensors").is_file()
-    monkeypatch.setattr(engine_config, "AUTO", 60)
-    main([*command, "--allow_change", "max_steps"])
-    assert "max_steps auto: 4 steps" in capsys.readouterr().out
-    assert (tmp_path / "run" / "checkpoints" / "step_4").is_dir()
+    before = rates.read_text().splitlines()[:19]
+    main(command)
+    assert "max_steps auto: 19 steps" in capsys.readouterr().out
+    assert rates.read_text().splitlines()[:19] == before
+    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 11)  # a warm-up of one step
+    main(command)
+    assert "max_steps auto: 21 steps of 2 for 14 images, the first 1 are" in capsys.readouterr().out
+    main([*command, "--max-steps", "22"])
+    assert (tmp_path / "run" / "checkpoints" / "step_22").is_dir()
 
 
 def test_pictures_without_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_config, "AUTO", 40)
+    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 40)
     root = tmp_path / "photos"
     root.mkdir()
     for number in range(6):

@@ -283,6 +283,18 @@ def test_fine_tuning_starts_with_the_strongest(tmp_path, parts):
     refuse(words, share_strongest_heads, timm.create_model("transnext_micro", device="meta"), [x])
 
 
+def test_groups_of_trained_routers_stay_where_they_are():
+    """Their routers chose them by number."""
+    model = moh_vit(head_budget="uniform:0.5", scope="sample", mlp_budget="uniform:0.5")
+    trained, fresh = model.blocks[0].mlp, model.blocks[1].mlp
+    for parameter in fresh.router.parameters():
+        nn.init.zeros_(parameter)
+    before = [mlp.fc1.weight.clone() for mlp in (trained, fresh)]
+    share_strongest_heads(model, [images(8)])
+    assert torch.equal(trained.fc1.weight, before[0])
+    assert not torch.equal(fresh.fc1.weight, before[1])
+
+
 @torch.no_grad()
 def test_mae_without_a_gate_starts_as_plain_attention():
     """With mode "uniform" the router has no layers that could be set to zero."""
