@@ -77,7 +77,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     if not span.checkpoint:
-        say_other_objective(config, model)
+        say_other_training(config, model)
     teacher = None
     alignment = None
     if config.repa.teacher:
@@ -209,50 +209,66 @@ def refuse_other_objective(name: str, arguments: dict, config: DitConfig) -> Non
         )
 
 
-def say_other_objective(config: DitConfig, model: nn.Module) -> None:
-    """Tell the user if the run begins from weights that were trained with another objective."""
+def say_other_training(config: DitConfig, model: nn.Module) -> None:
+    """Tell the user if the run begins from weights that were trained with another objective or other positions."""
     origin = config.model.pretrained or config.init_from
     if not origin:
         return
+    trained, arguments = training_of(origin)
     now = objective_said(config.tree(), model.config.compat)
-    # Files that do not say their objective are those of DiT, or those of SiT if the model is one.
-    unsaid = "noise"
-    if model.config.compat == "sit":
-        unsaid = now
-    before = trained_objective(origin, unsaid)
+    if trained is not None:
+        before = objective_said(trained, arguments.get("compat", "official"))
+    elif model.config.compat == "sit":
+        before = now
+    else:  # a file that does not say its objective is one of DiT
+        before = "noise"
     if before != now:
         say(f"{origin} was trained with objective {before}, this run with {now}")
+    # No weight shows rotary positions. DiT and SiT have none.
+    rotary = arguments.get("use_rot_pos_emb", False)
+    if rotary != model.config.use_rot_pos_emb:
+        say(
+            f"{origin} was trained with use_rot_pos_emb {str(rotary).lower()}, "
+            f"this run with {str(model.config.use_rot_pos_emb).lower()} (model.kwargs)"
+        )
 
 
-def trained_objective(source: str, unsaid: str) -> str:
-    """Return the objective that weights for `init_from` were trained with; `unsaid` if nothing says so."""
-    config = None
-    compat = "official"
-    index = Path(source) / "model_index.json"
-    settings = Path(source) / "config.json"
-    if index.is_file():  # a pipeline
-        config = json.loads(index.read_text())
-        transformer = json.loads((index.parent / "transformer" / "config.json").read_text())
-        compat = transformer.get("compat", compat)
-    elif settings.is_file():  # what save_pretrained wrote
-        saved = json.loads(settings.read_text())
-        compat = saved.get("compat", compat)
-        config = dict(objective="noise")
-        if saved.get("predict"):  # None: a model of DDPM
-            config = dict(objective="flow", flow=dict(predict=saved["predict"]))
-    elif not Path(source).exists():  # the name of a registered model
+def training_of(source: str) -> tuple[dict | None, dict]:
+    """Return the configuration that weights for `init_from` were trained with, and the arguments of their model.
+
+    Of the configuration only the objective is of use; it is None for files that do not say it.
+    """
+    path = Path(source)
+    if not path.exists():  # the name of a registered model
         compat = compat_of(source, {})
-        config = dict(objective="flow" if compat == "sit" else "noise")
-    elif weights_file(source).suffix == ".safetensors":
-        # Read the metadata alone: the filter takes no tensor.
-        _, metadata = read_safetensors(weights_file(source), lambda name: False)
-        config = metadata.get("config")
-        arguments = metadata.get("arguments")
-        if isinstance(arguments, dict):
-            compat = compat_of(str(metadata.get("architecture")), arguments)
+        predict = "velocity" if compat == "sit" else None
+        return objective_of_model(predict), dict(compat=compat)
+    index = path / "model_index.json"
+    if index.is_file():  # a pipeline
+        transformer = json.loads((path / "transformer" / "config.json").read_text())
+        return json.loads(index.read_text()), transformer
+    settings = path / "config.json"
+    if settings.is_file():  # what save_pretrained wrote
+        arguments = json.loads(settings.read_text())
+        return objective_of_model(arguments.get("predict")), arguments
+    if weights_file(source).suffix != ".safetensors":
+        return None, {}
+    # Read the metadata alone: the filter takes no tensor.
+    _, metadata = read_safetensors(weights_file(source), lambda name: False)
+    config = metadata.get("config")
+    arguments = metadata.get("arguments")
     if not isinstance(config, dict):
-        return unsaid
-    return objective_said(config, compat)
+        config = None
+    if not isinstance(arguments, dict):
+        return config, {}
+    return config, {**arguments, "compat": compat_of(str(metadata.get("architecture")), arguments)}
+
+
+def objective_of_model(predict: str | None) -> dict:
+    """Return the keys of the objective for a model's argument `predict`; None: it predicts the noise of DDPM."""
+    if predict is None:
+        return dict(objective="noise")
+    return dict(objective="flow", flow=dict(predict=predict))
 
 
 def objective_said(config: dict, compat: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from timm.layers import RmsNorm, RmsNormFp32
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +19,9 @@ from moh_vision.attention import (
     mlp_layers,
 )
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
+
+# Modules whose backward needs their input.
+KEEP_INPUT = (nn.Linear, nn.LayerNorm, RmsNorm, RmsNormFp32, nn.GELU, nn.SiLU)
 
 
 class ModuleMacs(NamedTuple):
@@ -155,8 +159,8 @@ def least_activations(model: nn.Module, *inputs: Tensor) -> int:
     """Return a lower bound of the number of elements that a forward keeps for backward.
 
     It counts the inputs of attention layers, the queries, keys, values and outputs of their active heads, the inputs of
-    routed MLPs, the hidden channels of their active groups before and after the activation, and the inputs of norms, GELUs
-    and linear layers elsewhere. What else routed layers keep depends on the executor.
+    routed MLPs, the hidden channels of their active groups before and after the activation, and the inputs of norms,
+    activations and linear layers elsewhere. What else routed layers keep depends on the executor.
 
     Args:
         model: on any device; unchanged.
@@ -170,17 +174,19 @@ def least_activations(model: nn.Module, *inputs: Tensor) -> int:
     for mlp in mlp_layers(shadow):
         width_of[mlp] = mlp.dim + 2 * mlp.budget.active * mlp.head_dim
     in_routed = {module for layer in width_of for module in layer.modules()}
-    kept: list[int] = []  # numbers of elements
+    kept: list[int] = []  # numbers of elements, in routed layers
+    # By id, because two layers may read the same tensor, as in a SwiGLU.
+    read: dict[int, Tensor] = {}
     for module in shadow.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.GELU)) and module not in in_routed:
-            module.register_forward_pre_hook(lambda _, args: kept.append(args[0].numel()))
+        if isinstance(module, KEEP_INPUT) and module not in in_routed:
+            module.register_forward_pre_hook(lambda _, args: read.update({id(args[0]): args[0]}))
     for layer, width in width_of.items():
         layer.register_forward_hook(
             lambda _, args, output, width=width: kept.append(output[0][..., 0].numel() * width)
         )
     with torch.no_grad():
         shadow(*(i.to("meta") for i in inputs))
-    return sum(kept)
+    return sum(kept) + sum(tensor.numel() for tensor in read.values())
 
 
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:

@@ -35,10 +35,12 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+# Arguments by which a model gets other blocks than its name says.
+BLOCK = ("norm_layer", "swiglu_mlp", "use_rot_pos_emb", "qk_norm")
 
 
 def full_name(name: str, arguments: dict) -> str:
-    """Return a model's name with the sizes that its arguments change: moh_dit_small_patch2_75 with patch_size 4.
+    """Return a model's name with the sizes and blocks that its arguments change: moh_dit_small_patch2_75 with patch_size 4.
 
     The name of a pre-trained source follows in brackets, because `name` then says little.
     """
@@ -46,6 +48,12 @@ def full_name(name: str, arguments: dict) -> str:
     if isinstance(source, str):
         name = f"{name} ({Path(source).name})"
     changed = [f"{key} {arguments[key]}" for key in SIZES if arguments.get(key) is not None]
+    for key in BLOCK:
+        value = arguments.get(key)
+        if value is True:
+            changed.append(key)
+        elif isinstance(value, str):
+            changed.append(f"{key} {value}")
     for key in ("head_budget", "mlp_budget"):
         budget = arguments.get(key)
         if isinstance(

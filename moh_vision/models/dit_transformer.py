@@ -496,6 +496,9 @@ def check_arguments(config) -> None:
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    for name in ("qk_norm", "swiglu_mlp", "use_rot_pos_emb"):
+        if not isinstance(config[name], bool):
+            raise ValueError(f"{name} {config[name]!r} is neither true nor false")
     if config.predict in ("x", "noise") and config.learn_sigma:
         raise ValueError(
             f"predict {config.predict!r} needs learn_sigma False: a flow has no variance"

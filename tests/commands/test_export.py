@@ -22,6 +22,7 @@ VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, de
 DIT = dict(img_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
 BY_TIMESTEP = dict(DIT, scope="sample", route_by="timestep")
 BUDGET = [[1, 1], [2, 1]]
+BLOCK = dict(norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)
 ONE = dict(depth=1, head_budget=[[1, 1]])  # one layer, because an export takes seconds
 NAMES = dict(vit="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")
 WINGS = dict(vit="classification", dit="diffusion")
@@ -122,6 +123,17 @@ def test_a_dit_with_static_heads_has_only_these_heads(run, to_onnx, tmp_path):
     assert shapes & {(16, 24), (24, 16)} and not shapes & {(16, 48), (48, 16)}
 
 
+def test_a_dit_with_the_block_of_jit_in_onnxruntime(run, to_onnx):
+    model, folder = run("dit", {**DIT, **ONE, **BLOCK})
+    _, _, session = to_onnx(folder)
+    inputs = dict(hidden_states=torch.randn(3, 1, 4, 4), timestep=torch.tensor([300.0, 9.0, 0.0]))
+    inputs["class_labels"] = torch.tensor([0, 3, 1])
+    with torch.no_grad():
+        want = model(**inputs, return_dict=False)[0]
+    got = session.run(["sample"], {name: values.numpy() for name, values in inputs.items()})[0]
+    assert (torch.from_numpy(got) - want).abs().max() < 3e-5 * want.abs().max()
+
+
 def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command):
     """A process without this package can read the file, because it holds no operators of the package."""
     model, folder = run("dit", {**BY_TIMESTEP, **ONE})
@@ -215,8 +227,9 @@ def test_kept_heads_have_the_gates_that_they_have_when_chosen(router, budget):
         ("vit", dict(VIT, scope="sample", qk_norm=True)),
         ("dit", BY_TIMESTEP),
         ("dit", dict(BY_TIMESTEP, mlp_budget=0.5)),
+        ("dit", dict(BY_TIMESTEP, swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)),
     ],
-    ids=["vit", "dit", "dit with groups"],
+    ids=["vit", "dit", "dit with groups", "dit with JiT's block"],
 )
 def test_gathered_heads_are_those_that_an_image_chooses(family, arguments):
     model = model_of(family, arguments).double()

@@ -260,7 +260,7 @@ def test_a_saved_folder_says_its_objective(tmp_path, model):
     options, objective = SAVED[model]
     dense = dict(embed_dim=32, depth=1, num_heads=4)
     timm.create_model("dit_small_patch2", **dense, **options).save_pretrained(tmp_path)
-    assert train.trained_objective(str(tmp_path), "unsaid") == objective
+    assert objective_of(tmp_path) == objective
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,12 @@ def test_a_saved_folder_says_its_objective(tmp_path, model):
     ],
 )
 def test_a_name_says_its_objective(name, objective):
-    assert train.trained_objective(name, "unsaid") == objective
+    assert objective_of(name) == objective
+
+
+def objective_of(source):
+    trained, arguments = train.training_of(str(source))
+    return train.objective_said(trained, arguments.get("compat", "official"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.models.counts import count_macs
+from moh_vision.models.counts import count_macs, least_activations
+from moh_vision.models.describe import full_name
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 from tests.support.refusals import refuse
 from tests.support.tiny_dit import TINY, awake
@@ -112,11 +113,13 @@ def test_a_new_block_is_the_identity():
 
 # Configuration of a paper's model -> its count of parameters, in millions.
 JIT = dict(BLOCK, in_chans=3, learn_sigma=False, patch_bottleneck=128, img_size=256, patch_size=16)
+HUGE = dict(embed_dim=1280, depth=32, num_heads=16, patch_bottleneck=256)
 LIGHTNING = dict(BLOCK, in_chans=32, img_size=16, patch_size=1, qk_norm=False, learn_sigma=False)
 COUNTS = {
     # JiT also has class tokens in the sequence, whose 32 positions of width C are not ours.
     "JiT-B/16": ("dit_base_patch2", JIT, 32 * 768, 131),
     "JiT-L/16": ("dit_large_patch2", JIT, 32 * 1024, 459),
+    "JiT-H/16": ("dit_xlarge_patch2", JIT | HUGE, 32 * 1280, 953),
     "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 0, 675),
 }
 
@@ -136,6 +139,39 @@ def test_macs_of_a_swiglu_are_those_of_its_three_products():
     C, hidden = 32, 4 * 32 * 2 // 3
     difference = 2 * 16 * (3 * C * hidden - 2 * C * 4 * C)  # 2 layers, 16 tokens
     assert count_macs(model, *inputs_of_one()).ideal - plain == difference
+
+
+def test_a_swiglu_keeps_its_input_once_and_a_norm_its_input():
+    x = inputs_of_one()
+    plain = least_activations(dit(), *x)
+    assert least_activations(dit(norm_layer="rmsnorm"), *x) == plain
+    # 2 layers, 16 tokens; hidden channels before the activation, and before the last linear layer.
+    difference = 2 * 16 * 2 * (4 * 32 - 4 * 32 * 2 // 3)
+    assert plain - least_activations(dit(swiglu_mlp=True), *x) == difference
+
+
+@pytest.mark.parametrize("options", [{}, BLOCK, BLOCK | ROUTED], ids=["DiT", "JiT", "MoH-JiT"])
+def test_autograd_keeps_no_less_than_the_bound(options):
+    model = dit(**options)
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept = []  # the tensors stay alive, so no two have one address
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(*inputs_of_one())
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in kept}
+    saved = sum(size for address, size in sizes.items() if address not in weights)
+    assert 0 < least_activations(model, *inputs_of_one()) <= saved
+
+
+def test_a_models_name_says_its_block():
+    shown = full_name("dit_small_patch2", dict(BLOCK, qk_norm=False, embed_dim=32))
+    assert shown == (
+        "dit_small_patch2 with embed_dim 32, norm_layer rmsnorm, swiglu_mlp, use_rot_pos_emb"
+    )
 
 
 def inputs_of_one():
@@ -205,6 +241,7 @@ WRONG = {
         dict(norm_layer="batchnorm"),
         "norm_layer 'batchnorm' is not one of layernorm, rmsnorm",
     ),
+    "a text for a switch": (dict(qk_norm="false"), "qk_norm 'false' is neither true nor false"),
     "a head's width": (
         dict(use_rot_pos_emb=True, head_dim=6),
         r"use_rot_pos_emb needs heads of one width, a multiple of 4, in all layers, not \[6\]",
