@@ -489,7 +489,7 @@ def check_arguments(config) -> None:
     for name, value, allowed in (
         ("compat", config.compat, COMPAT),
         ("route_by", config.route_by, ROUTE_BY),
-        ("norm_layer", config.norm_layer, QK_NORMS),
+        ("norm_layer", config.norm_layer, tuple(QK_NORMS)),
         ("predict", config.predict or "velocity", PREDICTS),
     ):
         if value not in allowed:

@@ -213,6 +213,10 @@ WRONG = {
         dict(swiglu_mlp=True, scope="sample", router="moh", head_budget=0.5, mlp_budget=0.5),
         "mlp_budget 0.5: groups are of two linear layers around an activation, not of a SwiGLU",
     ),
+    "a list of norms": (
+        dict(norm_layer=["rmsnorm"]),
+        r"norm_layer \['rmsnorm'\] is not one of layernorm, rmsnorm",
+    ),
 }
 
 
