@@ -491,7 +491,7 @@ def check_arguments(config) -> None:
     for name, value, allowed in (
         ("compat", config.compat, COMPAT),
         ("route_by", config.route_by, ROUTE_BY),
-        ("norm_layer", config.norm_layer, NORMS),
+        ("norm_layer", config.norm_layer, tuple(NORMS)),
         ("predict", config.predict or "velocity", PREDICTS),
     ):
         if value not in allowed:

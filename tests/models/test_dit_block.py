@@ -85,6 +85,18 @@ def test_a_block_is_the_papers_equations():
 
 
 @torch.no_grad()
+def test_the_last_layer_has_the_norm_of_the_blocks():
+    last = dit(**BLOCK).double().final_layer
+    torch.manual_seed(1)
+    x = torch.randn(3, 16, 32, dtype=torch.float64)
+    c = torch.randn(3, 32, dtype=torch.float64)
+    modulation = F.linear(F.silu(c), *last.adaLN_modulation[1].parameters())
+    shift, scale = modulation[:, None].chunk(2, -1)
+    want = last.linear(rms_norm(x, last.norm_final.weight) * (1 + scale) + shift)
+    torch.testing.assert_close(last(x, c), want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_scores_depend_on_the_offsets_of_rows_and_columns():
     model = dit(use_rot_pos_emb=True)
     cos, sin = model.rotary_cos, model.rotary_sin  # [16, 8], patches of 4 rows of 4
@@ -249,6 +261,10 @@ WRONG = {
     "groups of a SwiGLU": (
         dict(swiglu_mlp=True, scope="sample", router="moh", head_budget=0.5, mlp_budget=0.5),
         "mlp_budget 0.5: groups are of two linear layers around an activation, not of a SwiGLU",
+    ),
+    "a list of norms": (
+        dict(norm_layer=["rmsnorm"]),
+        r"norm_layer \['rmsnorm'\] is not one of layernorm, rmsnorm",
     ),
 }
 
