@@ -174,36 +174,56 @@ ABOUT_RUNS = """\
 # What a run should show
 
 Most configurations that train in minutes on a CPU ship with the log of one run, `configs/*/*.jsonl`, whose first line has
-the command. Here are their losses, so that you can compare your first run after a few steps: the loss of the task, without
-the balance loss, as the mean of the last five logged steps up to the one that is named; the scores at the end. Add
-`--log_every 10`, as those runs did, and for WikiText-2 `--data.train valid`. The same steps on another processor differ in the last digits at first, and by a few per cent later, because rounding changes which
-of two close heads runs. Speed: `--estimate true` says yours. `python -m moh_vision curves RUN configs/dit/NAME.jsonl
---output curves.png` draws both.
+the command. Here are their losses, so that you can compare your first run after a few steps, and the scores at the end.
+Add `--log_every 10`, as those runs did, and for WikiText-2 `--data.train valid`. The same steps on another processor differ
+in the last digits at first, and by a few per cent later, because rounding changes which of two close heads runs.
+`python -m moh_vision curves RUN configs/dit/NAME.jsonl --output curves.png` draws both runs.
+
+Each number is the mean of the last five logged steps up to the one that is named. "loss" is what is minimised: the task's
+loss and 0.01 of the balance loss; mse and vb are the parts of a DiT's task loss. A balance loss of 0 is of a dense model or
+of a router without one. The time is that of the configuration's first lines; `--estimate true` says yours.
 """
+# The loss of a log -> its column.
+LOSSES = dict(loss="loss", task_loss="task", mse="mse", vb="vb", balance_loss="balance")
 
 
 def runs_page() -> str:
     """docs/results/runs.md: losses and scores in the logs that ship with configurations."""
-    columns = ["configuration", "step 1", "100", "1,000", "last", "scores", "run"]
-    lines = [HEAD, ABOUT_RUNS, f"| {' | '.join(columns)} |", "|---|" + "---:|" * 4 + "---|---|"]
+    lines = [HEAD, ABOUT_RUNS]
+    lines += ["## Losses\n", f"| configuration | step | {' | '.join(LOSSES.values())} |"]
+    lines.append("|---|" + "---:|" * (1 + len(LOSSES)))
+    ends = [
+        "",
+        "## Scores and time\n",
+        "| configuration | scores | time | run |",
+        "|---|---|---|---|",
+    ]
     for file in sorted(CONFIGS.glob("*/*.jsonl")):
+        name = f"`{file.parent.name}/{file.stem}`"
         about, *rows = [json.loads(line) for line in file.read_text().splitlines()]
-        losses = {row["step"]: row["task_loss"] for row in rows if "task_loss" in row}
-        last = max(losses)
-        cells = [f"`{file.parent.name}/{file.stem}`", f"{losses[1]:.3f}"]
-        for step in (100, 1000):
-            cells.append(_mean_loss(losses, step) if last > step else "")
-        cells.append(f"{_mean_loss(losses, last)} ({last:,})")
-        cells.append(_validation(rows))
-        cells.append(f"{about['device']}, torch {about['versions']['torch']}, {about['date'][:10]}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        steps = [row for row in rows if "task_loss" in row]
+        last = steps[-1]["step"]
+        for step in [1, *(step for step in (100, 1000) if step < last), last]:
+            losses = _mean_losses(steps, step)
+            cells = [f"{losses[key]:.3f}" if key in losses else "" for key in LOSSES]
+            lines.append(f"| {name} | {step:,} | {' | '.join(cells)} |")
+        run = f"{about['device']}, torch {about['versions']['torch']}, {about['date'][:10]}"
+        ends.append(f"| {name} | {_validation(rows)} | {_time(file)} | {run} |")
+    return "\n".join([*lines, *ends]) + "\n"
 
 
-def _mean_loss(losses: dict[int, float], step: int) -> str:
-    """Return the mean of the last five logged losses up to a step."""
-    logged = [loss for at, loss in losses.items() if at <= step]
-    return f"{statistics.mean(logged[-5:]):.3f}"
+def _mean_losses(rows: list[dict], step: int) -> dict[str, float]:
+    """Return the means of the last five logged values of each loss up to a step."""
+    logged = [row for row in rows if row["step"] <= step][-5:]
+    return {key: statistics.mean(row[key] for row in logged) for key in LOSSES if key in logged[0]}
+
+
+def _time(log: Path) -> str:
+    """Return the time that the first lines of the configuration of a log name; "" if they name none."""
+    lines = log.with_suffix(".yaml").read_text(encoding="utf-8").splitlines()
+    header = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    found = re.search(r"Time: (.+?)\.(?= |$)", header)
+    return found[1] if found else ""
 
 
 def _validation(rows: list[dict]) -> str:

@@ -30,6 +30,9 @@ class EvalDataConfig(ImagesConfig):
     crop_mode: Literal["center", "squash", "border"] | None = key(None)
     """Validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1) or the longer
     ("border"); left out: the model's own with augment imagenet, else "squash"."""
+    val_fraction: float | None = key(None, gt=0, lt=1)
+    """Share of each class that is kept for validation where data.root is a folder without validation images: train/CLASS/*.jpg
+    alone, or CLASS/*.jpg. Left out: such a folder is refused."""
     eval_batch_size: int = key(256, ge=1, free=True)
     """Images at a time in validation, on each process."""
 

@@ -167,7 +167,9 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
         if config.labels:
             source = open_labelled(config.data.root, config.labels)
         else:
-            source = with_classes(config.data.root, open_source(config.data.root, split))
+            data = config.data
+            source = open_source(data.root, split, val_fraction=data.val_fraction)
+            source = with_classes(data.root, source)
     for remark in source.remarks:
         say(remark)
     return source

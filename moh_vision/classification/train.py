@@ -77,7 +77,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     # ---------------------------------------------------------------- data
     name, arguments = name_and_arguments(config, "classification", config.fresh)
     with accelerator.main_process_first():
-        source, val = open_splits(data.root, open_stream(data, config.given, accelerator))
+        source, val = open_splits(
+            data.root, open_stream(data, config.given, accelerator), data.val_fraction
+        )
     record = DataRecord(data.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     batch_size = config.optim.batch_size

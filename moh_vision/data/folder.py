@@ -5,6 +5,7 @@ timm's ImageFolder numbers the same folders in another order, and takes the inne
 """
 
 import copy
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from moh_vision.data.sources import ImageSource, read_file
 # The extensions that are looked for.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
+# Folders of these names are not taken for classes where no folder says what is trained on.
+SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 def subfolders(folder: str | Path) -> list[str]:
@@ -120,6 +123,34 @@ def split_folders(root: str | Path) -> dict[str, Path]:
     return {"train" if name == "train" else "val": root / name for name in present}
 
 
+def undivided_folder(root: str | Path) -> Path | None:
+    """Return the folder of images in `root` that has no validation images beside it; None if there is none.
+
+    That is ROOT/train; or `root` if it holds images and no folders, or if its folders are classes: each holds images, and
+    none has a name of a split.
+    """
+    root = Path(root)
+    if not root.is_dir() or any(root.glob("*.tar")):
+        return None
+    folders = split_folders(root)
+    if folders:
+        return None if "val" in folders else folders["train"]
+    classes = subfolders(root)
+    if SPLIT_NAMES.intersection(name.lower() for name in classes):
+        return None
+    holding = [
+        _holds_images_directly(folder) for folder in [root / name for name in classes] or [root]
+    ]
+    return root if all(holding) else None
+
+
+def _holds_images_directly(folder: Path) -> bool:
+    return any(
+        entry.name.lower().endswith(IMAGES) and not entry.name.startswith(".")
+        for entry in os.scandir(folder)
+    )
+
+
 def _holds_images(folder: Path) -> bool:
     return any(
         entry.name.lower().endswith(IMAGES) and not entry.name.startswith(".")
@@ -167,11 +198,32 @@ class ImageFolder(ImageSource):
         # One array of bytes: a list of a million strings would be copied into every loader process.
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
+        self.divided = ""  # a line that says so, of a part that `divide` has made
 
     @property
     def remarks(self) -> list[str]:
-        line = left_out_line(self.folder, self.left_out)
-        return [line] if line else []
+        return [line for line in (left_out_line(self.folder, self.left_out), self.divided) if line]
+
+    def divide(self, val_fraction: float) -> dict[str, Self]:
+        """Return {"train": images, "val": images}, about `val_fraction` of each class in "val".
+
+        A hash of its path decides about an image, so that new files do not move others. A class of two images or more
+        has at least one in each part; the image of a smaller one is in "train".
+        """
+        paths = (os.fsencode(self.path(index)) for index in range(len(self)))
+        digests = [hashlib.sha256(path).digest()[:8] for path in paths]
+        hashes = np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)  # [N]
+        in_val = np.zeros(len(self), bool)
+        for label in np.unique(self.labels):
+            indices = np.flatnonzero(self.labels == label)
+            ordered = indices[np.argsort(hashes[indices])]
+            below = np.count_nonzero(hashes[indices] < np.uint64(val_fraction * 2**64))
+            in_val[ordered[: min(max(below, 1), len(ordered) - 1)]] = True
+        parts = {"train": self.subset(~in_val), "val": self.subset(in_val)}
+        line = f"{in_val.sum()} of the {len(self)} images in {self.folder} are for validation alone"
+        for part in parts.values():
+            part.divided = line
+        return parts
 
     def subset(self, keep: np.ndarray) -> Self:
         """Return a source of the images where the mask `keep` [N] is true, with the same classes."""

@@ -12,7 +12,13 @@ from accelerate.utils import gather_object
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import write_whole
 from moh_vision.data.decode import is_transparent
-from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
+from moh_vision.data.folder import (
+    IMAGES,
+    ImageFolder,
+    split_folders,
+    subfolders,
+    undivided_folder,
+)
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
@@ -36,7 +42,9 @@ def has_split(root: str, split: str) -> bool:
     return split in split_folders(root) or any(Path(root).glob(f"{split}-*.tar"))
 
 
-def open_source(root: str, split: str, key: str = "data.root") -> ImageSource:
+def open_source(
+    root: str, split: str, key: str = "data.root", val_fraction: float | None = None
+) -> ImageSource:
     """Open the images of a split.
 
     Args:
@@ -44,7 +52,13 @@ def open_source(root: str, split: str, key: str = "data.root") -> ImageSource:
             webdataset shards. Images without classes are in train/ and val/ or, if there is only "train", in `root`.
         split: "train" or "val".
         key: the option that named `root`, for messages.
+        val_fraction: share of the images of each class that is "val" where a folder has no validation images, see
+            `ImageFolder.divide`; 0: all are "train"; None: a folder of classes in no split is refused.
     """
+    undivided = None if val_fraction is None else undivided_folder(root)
+    if undivided and (val_fraction or split == "train"):
+        images = ImageFolder(undivided, Path(root).name)
+        return images.divide(val_fraction)[split] if val_fraction else images
     if root == "digits":
         return Digits(split)
     if root.startswith(PREFIX):
@@ -73,12 +87,21 @@ def open_source(root: str, split: str, key: str = "data.root") -> ImageSource:
     raise FileNotFoundError(problem)
 
 
-def open_splits(root: str, train: Source | None = None) -> tuple[Source, ImageSource]:
-    """Open the training split, unless it is given, and the validation split, which must have the same classes."""
+def open_splits(
+    root: str, train: Source | None = None, val_fraction: float | None = None
+) -> tuple[Source, ImageSource]:
+    """Open the training split, unless it is given, and the validation split, which must have the same classes.
+
+    `val_fraction` is that of `open_source`.
+    """
     if train is None:
-        train = open_source(root, "train")
+        train = open_source(root, "train", val_fraction=val_fraction)
     train = with_classes(root, train)
-    val = open_source(root, "val")
+    val = open_source(root, "val", val_fraction=val_fraction)
+    if not len(val):
+        raise ValueError(
+            f"data.root {root}: no class has two images, one of which would be for validation"
+        )
     match_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
 

@@ -15,7 +15,6 @@ its shorter side reduced to that many pixels (bicubic, antialiased; never enlarg
 chroma subsampling.
 """
 
-import hashlib
 import io
 import multiprocessing
 import os
@@ -28,7 +27,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import webdataset
 from PIL import Image
 
@@ -175,23 +173,16 @@ def _read_folders(options: Namespace) -> dict[str, ImageFolder]:
         for remark in images.remarks:
             say(remark)
     if val_fraction is not None:
-        images = splits["train"]
-        # Divide by a hash of each path, so that new files do not move others to another split.
-        hashes = [
-            hashlib.sha256(os.fsencode(images.path(i))).digest()[:8] for i in range(len(images))
-        ]
-        in_val = np.array([int.from_bytes(bits, "big") < val_fraction * 2**64 for bits in hashes])
-        splits = {"train": images.subset(~in_val), "val": images.subset(in_val)}
+        splits = splits["train"].divide(val_fraction)
     for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
-        # --val-fraction may have given all files of a class to the other split.
+        # A class of one file cannot be in both splits.
         for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
             missing = "no file"
             if images.classes:
                 missing = f"class {images.classes[label]} without a file"
-            remedy = "give a larger one" if name == "val" else "give a smaller one"
             raise ValueError(
-                f"--val-fraction {val_fraction:g} leaves {missing} in {name}; {remedy}"
+                f"--val-fraction {val_fraction:g} leaves {missing} in {name}; two files or more are needed"
             )
     return splits
 

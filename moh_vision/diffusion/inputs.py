@@ -55,7 +55,7 @@ def open_inputs(
         cache = LatentCache(root, split)
         cache.check_sums()
         return CachedInputs(cache, root, vae, img_size, augment)
-    source = stream or open_source(root, split)
+    source = stream or open_source(root, split, val_fraction=0)
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:

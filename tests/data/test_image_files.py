@@ -121,6 +121,19 @@ def test_a_class_called_train_is_no_split(tmp_path):
     assert len(open_source(root, "train")) == 1
 
 
+@pytest.mark.parametrize(
+    "names", [("a/0.png", "b/0.png"), ("0.png", "1.png")], ids=["classes", "flat"]
+)
+def test_training_reads_a_folder_in_no_split_as_a_whole(tmp_path, names):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        gradient(8, 8).save(tmp_path / name)
+    images = open_set("REFERENCE", str(tmp_path), "train", "val")
+    assert (images.count, images.name) == (2, f"{tmp_path}, train split")
+    with pytest.raises(ValueError, match="is no data set, so a split .val. has no effect"):
+        open_set("REFERENCE", str(tmp_path), "val", "val")
+
+
 def test_both_names_of_the_validation_split_are_refused(root, tmp_path):
     for name in ("train", "val", "validation"):
         odd_folder(tmp_path / name)

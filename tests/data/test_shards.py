@@ -70,8 +70,10 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     words = "allowed are --max-bad-fraction 0.008 of 240 images; 0.009 allows these); finished shards are kept"
     assert words in line
     assert allowing(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
-    assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
-    assert "leaves class cat without a file in val; give a larger one" in error_line(capfd)
+    write_folder(tmp_path / "one", each=1)
+    assert run(tmp_path / "one", tmp_path / "few", "--val-fraction", 0.25) == 2
+    words = "leaves class cat without a file in val; two files or more are needed"
+    assert words in error_line(capfd)
     write_folder(tmp_path / "split" / "train")
     assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
     assert "--val-fraction has no effect" in error_line(capfd)

@@ -11,7 +11,7 @@ from PIL import Image
 from moh_vision.classification import train as train_cls
 from moh_vision.data.splits import DataRecord, in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
-from tests.support.pictures import convert, write_folder
+from tests.support.pictures import convert, gradient, write_folder
 from tests.support.refusals import refuse
 from tests.support.shards import write_shards
 
@@ -169,3 +169,56 @@ def test_transparent_pixels_are_said(tmp_path, capsys):
     for options, count in (("", 0), ("--size 8", 2)):
         assert convert(root, tmp_path / f"shards{count}", options) == 0
         assert capsys.readouterr().out.count("transparent pixels") == count
+
+
+def write_classes(root, counts):
+    """Write root/CLASS/i.png for each class with its number of images; return `root`."""
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            gradient(4 + i, 4).save(root / name / f"{i}.png")
+    return root
+
+
+@pytest.mark.parametrize("in_train", [False, True], ids=["classes in the root", "classes in train"])
+def test_a_folder_without_validation_images_is_divided(tmp_path, in_train):
+    """Each class is divided, as `shards --val-fraction` does it; all images are "train" at the fraction 0."""
+    root = tmp_path / "data"
+    folder = root / "train" if in_train else root
+    write_classes(folder, {"ant": 40, "bee": 2, "cat": 1})
+    train, val = open_splits(str(root), val_fraction=0.25)
+    files = [{source.path(i) for i in range(len(source))} for source in (train, val)]
+    assert not files[0] & files[1] and len(files[0] | files[1]) == 43
+    assert train.classes == val.classes == ["ant", "bee", "cat"]
+    ants, *bees_and_cats = np.bincount(val.labels, minlength=3).tolist()
+    assert 4 <= ants <= 16 and bees_and_cats == [1, 0]
+    line = f"{len(val)} of the 43 images in {folder} are for validation alone"
+    assert train.remarks == val.remarks == [line]
+    (folder / "cat" / "0.png").unlink()
+    (folder / "cat").rmdir()
+    assert convert(folder, tmp_path / "shards", "--val-fraction 0.25") == 0
+    in_shards = set((tmp_path / "shards" / "val.files.txt").read_text().splitlines())
+    assert in_shards == files[1]
+    assert len(open_source(str(root), "train", val_fraction=0)) == 42
+
+
+def test_images_for_validation_are_left_as_they_are(tmp_path):
+    root = write_folder(tmp_path / "data", train=6, val=4)
+    train, val = open_splits(str(root), val_fraction=0.5)
+    assert (len(train), len(val), train.remarks) == (12, 8, [])
+
+
+UNDIVIDED = {
+    "no fraction": (("ant", "bee"), 3, None, "if its folders are classes, put them into"),
+    "names of splits": (("Training", "Test"), 3, 0.5, "if its folders are classes, put them into"),
+    "classes below": (("a/ant", "b/bee"), 3, 0.5, "if its folders are classes, put them into"),
+    "one image a class": (("ant", "bee"), 1, 0.5, "no class has two images"),
+}
+
+
+@pytest.mark.parametrize("case", UNDIVIDED)
+def test_folders_that_cannot_be_divided_are_refused(tmp_path, case):
+    names, each, fraction, words = UNDIVIDED[case]
+    root = str(write_classes(tmp_path / "data", dict.fromkeys(names, each)))
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        open_splits(root, val_fraction=fraction)

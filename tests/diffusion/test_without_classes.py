@@ -132,7 +132,13 @@ def test_shards_have_labels_or_none(tmp_path):
 def test_a_plain_folder_is_divided(tmp_path, run_command):
     images = plain_folder(tmp_path / "images") / "train"
     argv = ["shards", "--in", images, "--out", tmp_path / "out", "--val-fraction"]
-    assert "leaves no file in val; give a larger one" in run_command(*argv, "0.001").err
+    single = tmp_path / "single"
+    single.mkdir()
+    gradient().save(single / "0.png")
+    refused = run_command(
+        "shards", "--in", single, "--out", tmp_path / "no", "--val-fraction", "0.3"
+    )
+    assert "leaves no file in val; two files or more are needed" in refused.err
     assert run_command(*argv, "0.3").code == 0
     counts = [len(open_source(str(tmp_path / "out"), split)) for split in ("train", "val")]
     assert sum(counts) == 24 and min(counts) > 0

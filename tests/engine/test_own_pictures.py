@@ -5,6 +5,7 @@ import yaml
 from PIL import Image
 
 from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
 from moh_vision.classification.config import ClsConfig
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import DitConfig
@@ -95,6 +96,27 @@ def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
     assert "max_steps auto: 21 steps of 2 for 14 images, the first 1 are" in capsys.readouterr().out
     main([*command, "--max-steps", "22"])
     assert (tmp_path / "run" / "checkpoints" / "step_22").is_dir()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_of_classes_needs_no_splits(script, tmp_path, monkeypatch, capsys):
+    """A classifier keeps a tenth for validation, also when it is opened again; a DiT trains on all."""
+    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 40)
+    write_pictures(tmp_path / "both")
+    root = (tmp_path / "both" / "train").rename(tmp_path / "photos")
+    run = str(tmp_path / "run")
+    main = SCRIPTS[script][0].main
+    main(["--config", f"{script}/own_pictures", "--data.root", str(root), "--output", run])
+    out = capsys.readouterr().out
+    if script == "dit":
+        assert f"{root}: 14 training images of 2 classes; 2 steps" in out
+        return
+    assert f"{root}: 12 training images of 2 classes, 2 for validation" in out
+    line = f"2 of the 14 images in {root} are for validation alone"
+    assert line in out
+    validate.main(["--checkpoint", run])
+    again = capsys.readouterr().out
+    assert line in again and ", 2 images, " in again
 
 
 def test_pictures_without_classes(tmp_path, monkeypatch):

@@ -17,7 +17,13 @@ from torchvision.transforms import v2
 from moh_vision.common.cli import refuse_missing
 from moh_vision.common.errors import reason_of
 from moh_vision.data.decode import MAX_PIXELS, center_crop, in_8_bits, open_image, upright_size
-from moh_vision.data.folder import IMAGES, image_files, left_out_line, split_folders
+from moh_vision.data.folder import (
+    IMAGES,
+    image_files,
+    left_out_line,
+    split_folders,
+    undivided_folder,
+)
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
 
@@ -237,6 +243,10 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
     """
     if not _is_data_set(path):
         refuse_missing(key, path)
+        if split == "train" and undivided_folder(path):  # which training reads as a whole
+            return SourceImages(
+                open_source(path, split, key, val_fraction=0), f"{path}, train split"
+            )
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
         return path
