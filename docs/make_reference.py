@@ -175,13 +175,13 @@ ABOUT_RUNS = """\
 
 Most configurations that train in minutes on a CPU ship with the log of one run, `configs/*/*.jsonl`, whose first line has
 the command. Here are their losses, so that you can compare your first run after a few steps, and the scores at the end.
-Add `--log_every 10`, as those runs did, and for WikiText-2 `--data.train valid`. The same steps on another processor differ
-in the last digits at first, and by a few per cent later, because rounding changes which of two close heads runs.
+Add `--log_every 10`, as those runs did, and for WikiText-2 `--data.train valid`. The same steps on another processor
+differ in the last digits at first, and by a few per cent later, because rounding changes which of two close heads runs.
 `python -m moh_vision curves RUN configs/dit/NAME.jsonl --output curves.png` draws both runs.
 
 Each number is the mean of the last five logged steps up to the one that is named. "loss" is what is minimised: the task's
-loss and 0.01 of the balance loss; mse and vb are the parts of a DiT's task loss. A balance loss of 0 is of a dense model or
-of a router without one. The time is that of the configuration's first lines; `--estimate true` says yours.
+loss and 0.01 of the balance loss. The mse and vb are the parts of a DiT's task loss. A balance loss of 0 is of a dense
+model or of a router without one. The time is that of the configuration's first lines; `--estimate true` says yours.
 """
 # The loss of a log -> its column.
 LOSSES = dict(loss="loss", task_loss="task", mse="mse", vb="vb", balance_loss="balance")
