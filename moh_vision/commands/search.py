@@ -271,9 +271,13 @@ def work(options) -> None:
     if (options.share is None) == (options.mlp_share is None):
         raise ValueError("search: give --share for heads, or --mlp-share for groups of the MLPs")
     if options.share is not None:
-        parts, option, share = "heads", "--share", options.share
+        parts = "heads"
+        option = "--share"
+        share = options.share
     else:
-        parts, option, share = "groups", "--mlp-share", options.mlp_share
+        parts = "groups"
+        option = "--mlp-share"
+        share = options.mlp_share
     if not 0 < share <= 1:
         raise ValueError(f"{option} {share:g}: expected above 0, up to 1")
     opened = open_run(options.run, options=options.rest, split="train", command="search")
