@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import moh_vision
 from moh_vision.attention import head_budget
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.io import by_age
@@ -319,7 +320,7 @@ def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state = trained
     folder = run / "checkpoints" / "step_2"
     state.task.model.head = torch.nn.Linear(24, 6)  # as if the code of the model had changed
-    words = "step_2, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"
+    words = f"step_2, of moh_vision {moh_vision.__version__}, cannot be loaded into this model .*size mismatch"
     refuse(words, state.restore, folder)
     words = "cannot be loaded into this model .optimiser 0 has other parameters"
     refuse(words, beginning("frozen").restore, folder)

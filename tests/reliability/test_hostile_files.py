@@ -387,7 +387,7 @@ def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, trainin
         seal(folder, sha256=listed | {f"{file}.safetensors": hashlib.sha256(data).hexdigest()})
         assert latest_checkpoint(tmp_path) == (3, folder)
         refuse(
-            "step_3, of moh_vision 0.1.0, cannot be loaded into this model",
+            f"step_3, of moh_vision {moh_vision.__version__}, cannot be loaded into this model",
             training.saved.restore,
             folder,
         )

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import moh_vision
 from moh_vision.engine.step_folders import damage, latest_checkpoint, resume_point
 from tests.support.refusals import one_line, refuse
 from tests.support.repeat import cases
@@ -116,7 +117,7 @@ def to_folder(file):
 # Fault -> (damages the folder `f` of a checkpoint, the reason that is given).
 CASES = {
     "no record": (lambda f: (f / "step.json").unlink(), "step.json is missing"),
-    "a future format": (lambda f: put(f, format=5), "step.json has format 5 of moh_vision 0.1.0; this is 0.1.0, which reads 4"),
+    "a future format": (lambda f: put(f, format=5), f"step.json has format 5 of moh_vision {moh_vision.__version__}; this is {moh_vision.__version__}, which reads 4"),
     "another step": (lambda f: seal(f, step=40), "step.json is of step 40"),
     "a name outside": (list_a_file_outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
     "an absolute name": (lambda f: list_files(f, {"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
