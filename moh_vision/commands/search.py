@@ -268,18 +268,7 @@ def options(add) -> None:
 def work(options) -> None:
     if options.images < 1:
         raise ValueError(f"--images {options.images}: expected 1 or more")
-    if (options.share is None) == (options.mlp_share is None):
-        raise ValueError("search: give --share for heads, or --mlp-share for groups of the MLPs")
-    if options.share is not None:
-        parts = "heads"
-        option = "--share"
-        share = options.share
-    else:
-        parts = "groups"
-        option = "--mlp-share"
-        share = options.mlp_share
-    if not 0 < share <= 1:
-        raise ValueError(f"{option} {share:g}: expected above 0, up to 1")
+    parts, option, share = asked_share(options)
     opened = open_run(options.run, options=options.rest, split="train", command="search")
     refuse_budget(opened, option, (KEYS[parts],))
     searched, unseen = opened.halves(options.images)
@@ -340,6 +329,18 @@ def work(options) -> None:
         # The groups are of channels that were sorted, and are chosen for whole images.
         use += f" --model.convert.scope sample --calibrate-images {options.images}"
     say(f"{options.output}: {use}")
+
+
+def asked_share(options) -> tuple[str, str, float]:
+    """Return what is searched, "heads" or "groups", the option that asks for it, and its share."""
+    asked = dict(heads=("--share", options.share), groups=("--mlp-share", options.mlp_share))
+    given = {parts: pair for parts, pair in asked.items() if pair[1] is not None}
+    if len(given) != 1:
+        raise ValueError("search: give --share for heads, or --mlp-share for groups of the MLPs")
+    ((parts, (option, share)),) = given.items()
+    if not 0 < share <= 1:
+        raise ValueError(f"{option} {share:g}: expected above 0, up to 1")
+    return parts, option, share
 
 
 def convert_dense(model: nn.Module, parts: str, batches: list) -> nn.Module:
