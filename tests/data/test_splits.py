@@ -156,7 +156,9 @@ def test_transparent_pixels_are_said(tmp_path, capsys):
     palette = Image.open(root / "val" / "cat" / "2.png").convert("P")
     palette.save(root / "val" / "cat" / "2.png", transparency=int(np.asarray(palette)[0, 0]))
     (root / "val" / "cat" / "0.png").write_bytes(b"no image")
-    given = f"--data.root {root} --data.img_size 8 --dry-run --model.depth 1"
+    given = (
+        f"--data.root {root} --data.img_size 8 --dry-run --model.depth 1 --output {tmp_path}/run"
+    )
     train_cls.main(["--config", "quickstart/cls", *given.split()])
     said = [line for line in capsys.readouterr().out.splitlines() if "transparent pixels" in line]
     first = root / "train" / "dog" / "0.png"
