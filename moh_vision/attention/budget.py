@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 log = logging.getLogger("moh_vision.attention")
@@ -135,6 +135,11 @@ class HeadBudget:
     def candidates(self) -> int:
         """Return E, the number of heads that the router chooses among."""
         return self.heads - self.shared
+
+    @property
+    def all_active(self) -> "HeadBudget":
+        """Return the budget with which every head runs; the shared heads stay."""
+        return replace(self, routed=self.candidates)
 
 
 def resolve_budget(

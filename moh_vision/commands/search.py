@@ -206,7 +206,7 @@ def chosen_together(model: nn.Module, parts: str) -> list[int]:
 
 def all_of(model: nn.Module, parts: str) -> list[HeadBudget]:
     """Return the budgets of the heads, or of the groups, with all of them active."""
-    return [replace(b, routed=b.candidates) for b in budgets_of(model, parts)]
+    return [budget.all_active for budget in budgets_of(model, parts)]
 
 
 def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_budget",)) -> None:

@@ -144,18 +144,16 @@ def undivided_folder(root: str | Path) -> Path | None:
     return root if all(holding) else None
 
 
+def _is_image(entry: os.DirEntry) -> bool:
+    return entry.name.lower().endswith(IMAGES) and not entry.name.startswith(".")
+
+
 def _holds_images_directly(folder: Path) -> bool:
-    return any(
-        entry.name.lower().endswith(IMAGES) and not entry.name.startswith(".")
-        for entry in os.scandir(folder)
-    )
+    return any(map(_is_image, os.scandir(folder)))
 
 
 def _holds_images(folder: Path) -> bool:
-    return any(
-        entry.name.lower().endswith(IMAGES) and not entry.name.startswith(".")
-        for entry, _ in walk(folder, "")
-    )
+    return any(_is_image(entry) for entry, _ in walk(folder, ""))
 
 
 class ImageFolder(ImageSource):

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -386,8 +385,8 @@ def has_weights(router: nn.Module) -> bool:
 def all_running(model: nn.Module) -> Iterator[None]:
     """Run all heads and all groups of a model's MLPs inside a `with` block."""
     heads, groups = model_budgets(model)
-    all_heads = tuple(replace(budget, routed=budget.candidates) for budget in heads)
-    all_groups = tuple(replace(budget, routed=budget.candidates) for budget in groups)
+    all_heads = tuple(budget.all_active for budget in heads)
+    all_groups = tuple(budget.all_active for budget in groups)
     with running(model, ModelBudgets(all_heads, all_groups)):
         yield
 

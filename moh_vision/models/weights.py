@@ -212,9 +212,8 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
         raise ValueError(f"{file}: {reason}") from None
     try:
         refuse_other_shapes(file, state, outline)
-    except (
-        OtherModel
-    ) as error:  # a plain ValueError, to which `advise_on_model_name` adds no advice
+    except OtherModel as error:
+        # A plain ValueError, to which `advise_on_model_name` adds no advice.
         raise ValueError(str(error)) from None
     return state, metadata
 
