@@ -18,6 +18,7 @@ What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. These
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -64,6 +65,8 @@ class BudgetError(ValueError):
             message = f"{self.argument}, layer {self.layer}: {self.reason}"
         if self.advice:
             message += f"; {self.advice}"
+        if PARTS[self.argument] == "groups":  # reasons are written for heads
+            message = re.sub(r"\bhead(s?)\b", r"group\1", message)
         return message
 
 

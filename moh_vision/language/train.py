@@ -30,7 +30,7 @@ from moh_vision.models.counts import without_memory
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget, mean_macs, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import advise_on_model_name
+from moh_vision.models.weights import advise_on_model_name, say_other_heads
 
 MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
 
@@ -49,7 +49,13 @@ with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     )
     from moh_vision.language.evaluation.translation import check_gate_modes
     from moh_vision.language.evaluation.words import bleu_tokenizer
-    from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
+    from moh_vision.language.models.weights import (
+        build_model,
+        configs_of,
+        init_text,
+        outline_of,
+        task_for,
+    )
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -100,6 +106,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             fresh = init_text(model, config.init_from, fingerprints)
         if fresh:
             say(f"init_from: {len(fresh)} router tensors start fresh")
+        trained = outline_of(config.init_from)
+        if trained is not None:
+            say_other_heads(model, config.init_from, trained, say)
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)

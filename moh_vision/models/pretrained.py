@@ -30,6 +30,7 @@ from moh_vision.models.weights import (
     init_from,
     near_model,
     refuse_fetch,
+    say_other_heads,
 )
 
 # Arguments of `convert` that model.convert may set.
@@ -116,9 +117,13 @@ def check_groups(section, options: dict) -> None:
 
 
 def load_source(
-    model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]
+    model: nn.Module, config, wing: str, classes: Sequence[str], say: Callable[[str], None]
 ) -> None:
-    """Load the weights of init_from or model.pretrained, if given, into the model of a new run."""
+    """Load the weights of init_from or model.pretrained, if given, into the model of a new run.
+
+    Args:
+        model, config, wing, classes, say: see `moh_vision.models.set_up.set_up_model`.
+    """
     if config.model.pretrained:
         key = "model.pretrained"
         source = config.model.pretrained
@@ -134,11 +139,25 @@ def load_source(
         path = Path(source.removeprefix("local-dir:"))
         if path.exists():
             say(f"{key}: weights of {weights_said(weights_file(str(path)))}")
+    if config.init_from:
+        trained = outline_of(config.init_from, wing)
+        if trained is not None:
+            say_other_heads(model, config.init_from, trained, say)
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
     if config.calibrate_images and runs_all_heads(model) and not mlp_layers(model):
         raise ValueError(f"{asked} needs a model that routes its heads or MLPs: model.convert")
+
+
+def outline_of(source: str, wing: str) -> nn.Module | None:
+    """Return the model that a source of weights is of, without its weights; None: the source does not say which."""
+    try:
+        name, arguments, _ = of_source(source, wing)
+        with torch.device("meta"):
+            return create(name, wing, **arguments)
+    except Exception:  # files of others may hold anything
+        return None
 
 
 def is_dense(model: nn.Module) -> bool:

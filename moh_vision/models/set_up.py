@@ -73,7 +73,7 @@ def set_up_model(
         keep_shared_heads(model, checkpoint)
     elif config.init_from or not config.dry_run:
         # A dry run loads only init_from: the weights of model.pretrained always fit, and may need a download.
-        load_source(model, config, classes, say)
+        load_source(model, config, wing, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if wing == "diffusion":

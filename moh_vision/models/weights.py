@@ -13,6 +13,7 @@ import torch
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from moh_vision.attention import attention_layers
 from moh_vision.common.cli import near_folder, refuse_missing_source
 from moh_vision.common.errors import closest, nearest, reason_of
 from moh_vision.common.io import tensor_files
@@ -386,6 +387,34 @@ def init_from(
     for change in (*taken.resized, *taken.changed):
         say(f"{key}: {change}")
     return taken.dense
+
+
+def say_other_heads(
+    model: nn.Module, source: str, trained: nn.Module, say: Callable[[str], None]
+) -> None:
+    """Tell the user if `init_from` has loaded weights of layers with other numbers of heads than the model's.
+
+    Projections have the same shapes where H * D is the same, so that they load, but every head is another function.
+
+    Args:
+        model: has the weights.
+        source: where they are from, for the line.
+        trained: the model that they were trained in; its own weights are not used.
+        say: called with the line.
+    """
+    theirs = [layer.num_heads for layer in attention_layers(trained)]
+    ours = [layer.num_heads for layer in attention_layers(model)]
+    if theirs != ours:
+        say(
+            f"init_from: {source} was trained with {_in_each(theirs)} heads, this run has {_in_each(ours)}"
+        )
+
+
+def _in_each(numbers: Sequence[int]) -> str:
+    """Return the layers' numbers as text: one number if it is the same in all layers."""
+    if len(set(numbers)) == 1:
+        numbers = numbers[:1]
+    return " ".join(map(str, numbers))
 
 
 class TakenWeights(NamedTuple):

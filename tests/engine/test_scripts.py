@@ -17,6 +17,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from moh_vision.attention import head_budget
 from moh_vision.classification import validate
@@ -163,6 +164,26 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
         assert words in error.splitlines()[-1]
         assert "init_from" not in out
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", ["cls", "dit"])
+def test_a_line_says_if_weights_begin_with_other_heads(tmp_path, capsys, task):
+    """The projections of a dense layer have the same shapes with any number of heads."""
+    dense = ["--model.router=dense", "--model.head_budget=null"]
+
+    def said(name, heads, *more):
+        argv = arguments(task, tmp_path / name, 1, 1, *dense, f"--model.num_heads={heads}", *more)
+        script(task).main(argv)
+        return [line for line in capsys.readouterr().out.splitlines() if " heads, this run" in line]
+
+    assert said("source", 4) == []
+    source = tmp_path / "source"
+    assert said("same", 4, f"--init-from={source}") == []
+    other = said("other", 8, f"--init-from={source}")
+    assert other == [f"init_from: {source} was trained with 4 heads, this run has 8"]
+    # A file of weights alone does not say how many heads they are of.
+    save_file(load_file(source / "model.safetensors"), tmp_path / "weights.safetensors")
+    assert said("unknown", 8, f"--init-from={tmp_path}/weights.safetensors") == []
 
 
 # Case -> (tasks, output folder and options); {run} is the folder of a run of 2 steps.

@@ -305,6 +305,28 @@ def test_fine_tuning_sets_and_the_runs_vocabulary(first, tmp_path):
         assert results(run)["trained_parameters"] == sum(after[name].numel() for name in learned)
 
 
+def test_a_line_says_if_weights_begin_with_other_heads(data, first, tmp_path, capsys):
+    """Plain attention has no weight whose shape says the number of heads."""
+    dense = dict(preset="mt_transformer_base")
+    train("mt", data, tmp_path / "source", 1, **dense)
+    heads = "--model.kwargs.num_attention_heads"
+    for name, count in (("same", 4), ("other", 2)):
+        capsys.readouterr()
+        train(
+            "mt",
+            data,
+            tmp_path / name,
+            1,
+            "--init-from",
+            tmp_path / "source",
+            heads,
+            count,
+            **dense,
+        )
+        said = f"init_from: {tmp_path}/source was trained with 4 heads, this run has 2"
+        assert (said in capsys.readouterr().out) == (count == 2)
+
+
 def test_without_a_step_what_is_loaded_is_scored(data, first, tmp_path, capsys):
     """NOFT of Peng 2020, table 7."""
     run = tmp_path / "run"

@@ -249,7 +249,11 @@ REFUSED = {
     "per token": (dict(scope="token", mlp_budget=0.5), "mlp_budget 0.5 needs scope 'sample'"),
     "a share that is none": (dict(mlp_budget=1.5), "mlp_budget 1.5 is not understood"),
     "pairs of another depth": (dict(mlp_budget=[(1, 1)]), "mlp_budget lists 1 layers, the model"),
-    "too many groups": (dict(mlp_budget=[(1, 9)] * 3), "mlp_budget, layer 0: .* of only 8"),
+    "too many groups": (dict(mlp_budget=[(1, 9)] * 3), "mlp_budget, layer 0: .* of only 8 groups"),
+    "no group": (
+        dict(mlp_budget="uniform:0.01"),
+        "layer 0 with 8 groups would run 0 of them, at least 1 must run",
+    ),
     "groups that do not divide": (
         dict(mlp_budget=0.5, mlp_groups=7),
         "mlp_groups 7 is no whole number that divides the hidden width",

@@ -11,6 +11,7 @@ from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.products import make_products, why_not_tiled
 from moh_vision.attention.executors.reasons import (
+    SLICED_IS_FASTER,
     hidden_weights,
     no_products,
     nothing_to_skip,
@@ -80,7 +81,7 @@ class GroupPairs(Executor):
         if reason:
             return reason
         if one_choice_for_all(call):
-            return "one choice serves all sequences, which plain products by a smaller weight do faster"
+            return SLICED_IS_FASTER
         if compiling:
             return "compiled, and the list of pairs has no fixed length"
         return ""

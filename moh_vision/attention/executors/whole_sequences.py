@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.products import why_not_looked_up
 from moh_vision.attention.executors.reasons import (
+    SLICED_IS_FASTER,
     no_operator,
     no_products,
     not_whole_heads,
@@ -26,7 +27,7 @@ class WholeSequences(Tokens):
         if reason:
             return reason
         if one_choice_for_all(call):
-            return "one choice serves all sequences, which plain products by a smaller weight do faster"
+            return SLICED_IS_FASTER
         path = path_of(layer, call)
         if path == "triton":
             # C++ runs nothing on a GPU. In the table of `measure`, the reason why `Sequences` cannot run is of more use.

@@ -170,6 +170,18 @@ def as_saved(run: Path) -> PreTrainedModel:
     return MODELS[type(config)](config)
 
 
+def outline_of(source: str) -> PreTrainedModel | None:
+    """Return the model that the weights of `init_from` are of, without them; None: no config.json beside them says it."""
+    run = run_of(weights_file(source))
+    if not (run / "config.json").is_file():
+        return None
+    try:
+        with torch.device("meta"):
+            return as_saved(run)
+    except Exception:  # a file of others may hold anything
+        return None
+
+
 def text_from_run(file: Path) -> nn.Module:
     """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
     run = run_of(file)
