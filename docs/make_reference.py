@@ -53,8 +53,9 @@ RUN/config.yaml has all keys as the run used them, and is a file for `--config`.
 
 **Values.** `int`, `float`, `bool` and `text` as in YAML; `null`, or nothing in the file, is an empty default below: the
 text of the key says what is done then. Lists are `--data.crop_scale 0.2 1.0` or `[0.2, 1.0]`. A mapping is YAML,
-`--model.kwargs "{depth: 2}"`, or set by parts, `--model.kwargs.depth 2`. A number has limits, a choice its words; both
-are in the text, and a value outside of them is refused.
+`--model.kwargs "{depth: 2}"`, which replaces that of a file, or set by parts, `--model.kwargs.depth 2`, in a file
+`kwargs.depth: 2`, which keeps its other entries. A number has limits, a choice its words; both are in the text, and a
+value outside of them is refused.
 
 **Needs.** A key that has no effect beside the others is refused by name: `--ema.warmup true` without `--ema.decay`. The
 text says what a key needs. Keys of the model that are left out keep the registered model's own value.

@@ -114,16 +114,15 @@ def parse_config(
     origins: dict[str, str] = {}  # the file of each value, for messages
     for file in files:
         for name, value, origin in _file_entries(file, config_class, prog, saved):
-            if name in keys:
-                values[name] = value
-                origins[name] = origin
+            key_name = _key_of(name, keys)
+            if key_name in keys:
+                values[key_name] = _changed(values, key_name, name, value)
+                origins[key_name] = origin
     prints = options.pop("print_config", False)
     given: set[str] = set()
     for name, value in options.items():
-        # Where an option names an entry of a mapping, such as model.kwargs.NAME, the key is model.kwargs.
-        key_name = next((known for known in keys if name.startswith(f"{known}.")), name)
-        path_inside = name[len(key_name) :].split(".")[1:]
-        values[key_name] = _put(values.get(key_name), path_inside, value)
+        key_name = _key_of(name, keys)
+        values[key_name] = _changed(values, key_name, name, value)
         given.add(key_name)
     # Check the types of values from files here, where the message can name the file.
     for name, origin in origins.items():
@@ -210,7 +209,6 @@ def _without_idle(
 
 def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of every option; for an option that names a section, yield each key of its value."""
-    mappings = [name for name, known in keys.items() if "mapping" in known.allowed]
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -228,7 +226,7 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
         option = f"--{name}"
         if name in keys:
             yield name, _value(name, texts, keys[name])
-        elif any(name.startswith(f"{mapping}.") for mapping in mappings):
+        elif _key_of(name, keys) in keys:
             yield name, load(_single(name, texts), option)
         elif any(known.startswith(f"{name}.") for known in keys):
             yield from _known({name: load(_single(name, texts), option)}, keys, option)
@@ -275,6 +273,20 @@ def _single(name: str, texts: list[str]) -> str:
     if len(texts) != 1:
         raise ValueError(f'key "{name}": Expected one value. Got {" ".join(texts) or "none"}')
     return texts[0]
+
+
+def _key_of(name: str, keys: dict[str, Key]) -> str:
+    """Return the key that a name sets: for an entry of a mapping, such as model.kwargs.NAME, model.kwargs."""
+    for mapping, known in keys.items():
+        if "mapping" in known.allowed and name.startswith(f"{mapping}."):
+            return mapping
+    return name
+
+
+def _changed(values: dict[str, Any], key_name: str, name: str, value: Any) -> Any:
+    """Return what `values` should hold for a key once `name` is set: the key itself, or an entry of its mapping."""
+    path_inside = name[len(key_name) :].split(".")[1:]
+    return _put(values.get(key_name), path_inside, value)
 
 
 def _put(earlier: Any, path: list[str], value: Any) -> Any:
@@ -453,7 +465,8 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
         if name in found:  # for example as "model.depth", and as "depth" in section "model"
             raise ValueError(f"{where}: {name} is there twice; keep one of the two")
         found.add(name)
-        if name not in keys:
+        key_name = _key_of(name, keys)
+        if key_name not in keys:
             if any(known.startswith(f"{name}.") for known in keys):
                 raise ValueError(f'{where}: key "{name}" is a section of keys, got {value!r}')
             if "kind" in keys:
@@ -462,7 +475,7 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
                 if expected and wing and wing != expected:
                     raise ValueError(f"{where}: kind {wing}, not {expected}")
             raise ValueError(f"{where}: {unknown_key(name, keys)}")
-        if not keys[name].options["kept"]:
+        if not keys[key_name].options["kept"]:
             raise ValueError(
                 f"{where}: {name} is an option of one call, which no file holds: --{name}"
             )

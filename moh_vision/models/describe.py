@@ -34,6 +34,7 @@ SIZES = (
     "decoder_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "class_tokens",
 )
 # Arguments by which a model gets other blocks than its name says.
 BLOCK = ("norm_layer", "swiglu_mlp", "use_rot_pos_emb", "qk_norm")

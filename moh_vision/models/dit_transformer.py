@@ -118,18 +118,24 @@ def make_mlp(
     return GroupMixtureMlp(dim, budget, act_layer=act_layer, **mlp_kwargs)
 
 
-def rotary_of_grid(grid: int, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [N, D] of the positions of grid x grid patches, row by row; see `MoHDiTTransformer2DModel`.
+def rotary_of_grid(
+    grid: int, widths: Sequence[int], class_tokens: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [M + N, D] of M class tokens, which are not turned, and of grid x grid patches, row by row.
 
-    widths: D, the width of a head, of every layer.
+    Args:
+        grid: patches of a row, and of a column; for their angles see `MoHDiTTransformer2DModel`.
+        widths: D, the width of a head, of every layer.
+        class_tokens: M.
     """
     width = widths[0]
     if width % 4 or set(widths) != {width}:
         raise ValueError(
             f"use_rot_pos_emb needs heads of one width, a multiple of 4, in all layers, not {sorted(set(widths))}"
         )
-    sin, cos = build_rotary_pos_embed([grid, grid], dim=width, in_pixels=False)
-    return cos, sin
+    sin, cos = build_rotary_pos_embed([grid, grid], dim=width, in_pixels=False)  # [N, D] each
+    before = [0, 0, class_tokens, 0]
+    return F.pad(cos, before, value=1.0), F.pad(sin, before)
 
 
 class DiTBlock(nn.Module):
@@ -233,6 +239,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         use_rot_pos_emb: rotate queries and keys by the row and the column of their patch, beside the absolute positions.
             The first half of a head's channels has the angles row * 10000^(-2 i / (D / 2)), neighbouring channels 2 i
             and 2 i + 1 together; the second half those of the column.
+        class_tokens: M, tokens of the class that stand before the patches in the last blocks (Li and He 2025): each is the
+            embedding of the class plus a learnt position. The class also modulates all blocks, as in DiT.
+        class_tokens_start: index of the first block that has them; JiT-B: 4, JiT-L: 8, JiT-H: 10.
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
         mlp_budget: share of the MLP's groups that run, in any form of head_budget; None: every MLP is dense. It needs
@@ -276,6 +285,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         norm_layer: str = "layernorm",
         swiglu_mlp: bool = False,
         use_rot_pos_emb: bool = False,
+        class_tokens: int = 0,
+        class_tokens_start: int = 4,
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
@@ -334,8 +345,13 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
         pos_embed = pos_embed.float().unsqueeze(0)  # [1, N, C]
         self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
-        cos, sin = rotary_of_grid(grid, widths) if use_rot_pos_emb else (None, None)
-        self.register_buffer("rotary_cos", cos, persistent=False)  # [N, D]
+        if class_tokens:
+            self.class_pos_embed = nn.Parameter(torch.empty(1, class_tokens, hidden_size))
+        cos = None
+        sin = None
+        if use_rot_pos_emb:
+            cos, sin = rotary_of_grid(grid, widths, class_tokens)
+        self.register_buffer("rotary_cos", cos, persistent=False)  # [M + N, D]
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.blocks = nn.ModuleList()
         for budget, of_mlp in zip(budgets, mlp_budgets or [None] * num_layers):
@@ -369,6 +385,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             self.t_embedder.mlp[2].weight,
         ):
             nn.init.normal_(weight, std=0.02)
+        if self.config.class_tokens:
+            nn.init.normal_(self.class_pos_embed, std=0.02)
         modulations = (module.adaLN_modulation[1] for module in (self.final_layer, *self.blocks))
         for linear in (self.final_layer.linear, *modulations):
             nn.init.zeros_(linear.weight)
@@ -383,27 +401,29 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
     ) -> tuple[Tensor, list[RoutingStats]]:
         """Compute `forward`; return the sample tensor and the routing statistics of every layer.
 
-        tokens: a list to which the tokens [B, N, C] after every block are appended, or None.
+        tokens: a list to which the patches' tokens [B, N, C] after every block are appended, or None.
         """
         self._check_inputs(hidden_states, timestep)
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
         is_sit = self.config.compat == "sit"
         time = sit_time(timestep) if is_sit else timestep
         t = self.t_embedder(time.expand(x.shape[0]), x.dtype)  # [B, C]
-        c = t + self.y_embedder(class_labels)  # [B, C]
+        y = self.y_embedder(class_labels)  # [B, C]
+        c = t + y
         route_by = self._routing_condition(t, c, timestep)  # [B, C], [1, C] or None
-        rotary = None
-        if self.rotary_cos is not None:
-            rotary = (self.rotary_cos, self.rotary_sin)
+        N = x.shape[1]
         checkpoint = None
         if self.gradient_checkpointing and torch.is_grad_enabled():
             checkpoint = self._gradient_checkpointing_func
         stats: list[RoutingStats] = []
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if self.config.class_tokens and number == self.config.class_tokens_start:
+                x = torch.cat([y.unsqueeze(1) + self.class_pos_embed, x], 1)  # [B, M + N, C]
+            rotary = self._rotary_of(x)
             x = run_block(block, x, c, route_by, rotary, stats=stats, checkpoint=checkpoint)
             if tokens is not None:
-                tokens.append(x)
-        x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
+                tokens.append(x[:, -N:])
+        x = self.final_layer(x[:, -N:], c)  # [B, N, p * p * out_channels]
         output = self._unpatchify(x)  # [B, out_channels, size, size]
         if is_sit:
             output = -output  # SiT's velocity runs from noise to image, ours from image to noise
@@ -450,6 +470,13 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1",
                 stacklevel=4,
             )
+
+    def _rotary_of(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines of the tokens x [B, N or M + N, C], or None without rotary positions."""
+        if self.rotary_cos is None:
+            return None
+        tokens = x.shape[1]
+        return self.rotary_cos[-tokens:], self.rotary_sin[-tokens:]
 
     def _routing_condition(self, t: Tensor, c: Tensor, timestep: Tensor) -> Tensor | None:
         """Return what the routers read instead of tokens, [B, C] or [1, C]; None with scope "token".
@@ -499,6 +526,13 @@ def check_arguments(config) -> None:
     for name in ("qk_norm", "swiglu_mlp", "use_rot_pos_emb"):
         if not isinstance(config[name], bool):
             raise ValueError(f"{name} {config[name]!r} is neither true nor false")
+    for name in ("class_tokens", "class_tokens_start"):
+        if type(config[name]) is not int or config[name] < 0:
+            raise ValueError(f"{name} {config[name]!r} is no whole number of 0 or more")
+    if config.class_tokens and config.class_tokens_start >= config.num_layers:
+        raise ValueError(
+            f"class_tokens_start {config.class_tokens_start}: the blocks are 0 to {config.num_layers - 1}"
+        )
     if config.predict in ("x", "noise") and config.learn_sigma:
         raise ValueError(
             f"predict {config.predict!r} needs learn_sigma False: a flow has no variance"

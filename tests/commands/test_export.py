@@ -22,7 +22,14 @@ VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, de
 DIT = dict(img_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
 BY_TIMESTEP = dict(DIT, scope="sample", route_by="timestep")
 BUDGET = [[1, 1], [2, 1]]
-BLOCK = dict(norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)
+BLOCK = dict(
+    norm_layer="rmsnorm",
+    swiglu_mlp=True,
+    use_rot_pos_emb=True,
+    qk_norm=True,
+    class_tokens=2,
+    class_tokens_start=0,
+)
 ONE = dict(depth=1, head_budget=[[1, 1]])  # one layer, because an export takes seconds
 NAMES = dict(vit="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")
 WINGS = dict(vit="classification", dit="diffusion")

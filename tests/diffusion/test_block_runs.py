@@ -13,7 +13,8 @@ from tests.support.small_runs import arguments, whole_and_resumed
 # Heads of width 8: the small run has 8 heads of width 4, with one frequency for rows and one for columns.
 BLOCK = [
     "--model.num_heads=4",
-    "--model.kwargs={norm_layer: rmsnorm, swiglu_mlp: true, use_rot_pos_emb: true, qk_norm: true}",
+    "--model.kwargs={norm_layer: rmsnorm, swiglu_mlp: true, use_rot_pos_emb: true, qk_norm: true, "
+    "class_tokens: 3, class_tokens_start: 1}",
 ]
 
 
@@ -30,10 +31,11 @@ def test_a_run_goes_on_to_the_bit_and_is_published(tmp_path, run_command):
     config = model.config
     block = (config.norm_layer, config.swiglu_mlp, config.use_rot_pos_emb, config.qk_norm)
     assert block == ("rmsnorm", True, True, True)
+    assert model.class_pos_embed.shape == (1, 3, 32)
     code, _, _ = run_command("publish", whole, "--output", tmp_path / "published")
     assert code == 0
     card = (tmp_path / "published" / "README.md").read_text()
-    assert "norm_layer rmsnorm, swiglu_mlp, use_rot_pos_emb, qk_norm" in card
+    assert "class_tokens 3, norm_layer rmsnorm, swiglu_mlp, use_rot_pos_emb, qk_norm" in card
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "published")
     assert torch.equal(forward(pipe.transformer), forward(model))
     half = MoHDiTPipeline.from_pretrained(tmp_path / "published", torch_dtype=torch.bfloat16)

@@ -405,6 +405,20 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     assert config.model.kwargs == {"b": 1}  # a dict is replaced as a whole, as any value
     assert config.model.embed_dim == parse("--config", "quickstart/cls").model.embed_dim
     assert "base" not in config.tree()
+    (tmp_path / "third.yaml").write_text(
+        "base: first.yaml\nmodel: {kwargs.b: 1, kwargs.c: {d: 2}}\n"
+    )
+    config = parse("--config", str(tmp_path / "third.yaml"), "--model.kwargs.c.d", "3")
+    assert config.model.kwargs == {"a": 1, "b": 1, "c": {"d": 3}}
+
+
+@pytest.mark.parametrize("size, start", [("base", 4), ("large", 8)])
+@pytest.mark.parametrize("share", ["", "_75"])
+def test_the_models_of_jit(size, start, share):
+    config = parse("--config", f"dit/jit_{size}_patch16{share}", config_class=DitConfig)
+    block = dict(norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)
+    assert config.model.kwargs == dict(block, class_tokens=32, class_tokens_start=start)
+    assert (config.model.patch_size, config.model.patch_bottleneck) == (16, 128)
 
 
 def test_options_win_over_files_wherever_they_stand(tmp_path):

@@ -15,9 +15,12 @@ from tests.support.refusals import refuse
 from tests.support.tiny_dit import TINY, awake
 
 BLOCK = dict(norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)
+CLASS_TOKENS = dict(class_tokens=3, class_tokens_start=1)
 ROUTED = dict(head_budget=[(1, 2), (2, 1)])
 ARGUMENTS = {name: {name: value} for name, value in BLOCK.items()}
 ARGUMENTS["all four"] = BLOCK
+ARGUMENTS["class tokens"] = CLASS_TOKENS
+ARGUMENTS["all five"] = BLOCK | CLASS_TOKENS
 
 
 def dit(**options):
@@ -42,14 +45,17 @@ def rms_norm(x, weight):
 
 
 def rotated(x, grid):
-    """x [B, h, N, D]: pairs of channels as complex numbers, turned by the row in the first half and by the column in the second."""
+    """x [B, h, M + N, D]: pairs of channels as complex numbers, turned by the row in the first half and by the column in the
+    second; the M tokens before the patches stay as they are."""
+    prefix, x = x.split([x.shape[2] - grid**2, grid**2], 2)
     quarter = x.shape[-1] // 4
     frequencies = 10000.0 ** (-torch.arange(quarter, dtype=x.dtype) / quarter)
     rows, columns = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
     angles = [positions.flatten()[:, None] * frequencies for positions in (rows, columns)]
     angles = torch.cat(angles, 1).to(x.dtype)  # [N, D / 2]
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    return torch.cat([prefix, turned], 2)
 
 
 def block_by_hand(block, x, c, grid):
@@ -82,6 +88,26 @@ def test_a_block_is_the_papers_equations():
     # RMSNorm is computed in float32.
     want = block_by_hand(block, x, c, 4)
     torch.testing.assert_close(block(x, c, rotary=rotary), want, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_class_tokens_stand_before_the_patches_from_their_block_on():
+    """JiT: the class's embedding, repeated, plus learnt positions; left out before the last layer."""
+    model = dit(**BLOCK, **CLASS_TOKENS, learn_sigma=False).double()
+    images, timesteps, labels = inputs()
+    images = images.double()
+    c_class = model.y_embedder.embedding_table.weight[labels]
+    c = model.t_embedder(timesteps, torch.float64) + c_class
+    x = model.x_embedder(images) + model.pos_embed
+    x = block_by_hand(model.blocks[0], x, c, 4)
+    in_context = torch.stack([c_class + position for position in model.class_pos_embed[0]], 1)
+    x = block_by_hand(model.blocks[1], torch.cat([in_context, x], 1), c, 4)
+    patches = model.final_layer(x[:, 3:], c)  # [3, 16, 2 * 2 * 3]
+    want = patches.view(3, 4, 4, 2, 2, 3).permute(0, 5, 1, 3, 2, 4).reshape(3, 3, 8, 8)
+    tokens = []
+    sample, _ = model.forward_routed(images, timesteps, labels, tokens)
+    torch.testing.assert_close(sample, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tokens[1], x[:, 3:], rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -124,25 +150,32 @@ def test_a_new_block_is_the_identity():
 
 
 # Configuration of a paper's model -> its count of parameters, in millions.
-JIT = dict(BLOCK, in_chans=3, learn_sigma=False, patch_bottleneck=128, img_size=256, patch_size=16)
-HUGE = dict(embed_dim=1280, depth=32, num_heads=16, patch_bottleneck=256)
+JIT = dict(
+    BLOCK,
+    in_chans=3,
+    learn_sigma=False,
+    patch_bottleneck=128,
+    img_size=256,
+    patch_size=16,
+    class_tokens=32,
+)
+HUGE = dict(embed_dim=1280, depth=32, num_heads=16, patch_bottleneck=256, class_tokens_start=10)
 LIGHTNING = dict(BLOCK, in_chans=32, img_size=16, patch_size=1, qk_norm=False, learn_sigma=False)
 COUNTS = {
-    # JiT also has class tokens in the sequence, whose 32 positions of width C are not ours.
-    "JiT-B/16": ("dit_base_patch2", JIT, 32 * 768, 131),
-    "JiT-L/16": ("dit_large_patch2", JIT, 32 * 1024, 459),
-    "JiT-H/16": ("dit_xlarge_patch2", JIT | HUGE, 32 * 1280, 953),
-    "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 0, 675),
+    "JiT-B/16": ("dit_base_patch2", JIT, 131),
+    "JiT-L/16": ("dit_large_patch2", JIT | dict(class_tokens_start=8), 459),
+    "JiT-H/16": ("dit_xlarge_patch2", JIT | HUGE, 953),
+    "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 675),
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_the_papers(name):
-    variant, arguments, missing, millions = COUNTS[name]
+    variant, arguments, millions = COUNTS[name]
     with torch.device("meta"):
         model = timm.create_model(variant, **arguments)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert round((count + missing) / 1e6) == millions
+    assert round(count / 1e6) == millions
 
 
 def test_macs_of_a_swiglu_are_those_of_its_three_products():
@@ -151,6 +184,16 @@ def test_macs_of_a_swiglu_are_those_of_its_three_products():
     C, hidden = 32, 4 * 32 * 2 // 3
     difference = 2 * 16 * (3 * C * hidden - 2 * C * 4 * C)  # 2 layers, 16 tokens
     assert count_macs(model, *inputs_of_one()).ideal - plain == difference
+
+
+def test_macs_of_class_tokens_are_those_of_longer_sequences():
+    model = dit(**CLASS_TOKENS)
+    plain = count_macs(dit(), *inputs_of_one())
+    longer = count_macs(model, *inputs_of_one())
+    assert [layer.queries for layer in longer.attention] == [16, 19]
+    C = 32
+    linears = 3 * (4 * C * C + 2 * C * 4 * C)  # of 3 tokens in one layer: attention, MLP
+    assert longer.ideal - plain.ideal == linears + 2 * (19 * 19 - 16 * 16) * C
 
 
 def test_a_swiglu_keeps_its_input_once_and_a_norm_its_input():
@@ -162,7 +205,10 @@ def test_a_swiglu_keeps_its_input_once_and_a_norm_its_input():
     assert plain - least_activations(dit(swiglu_mlp=True), *x) == difference
 
 
-@pytest.mark.parametrize("options", [{}, BLOCK, BLOCK | ROUTED], ids=["DiT", "JiT", "MoH-JiT"])
+KEPT = {"DiT": {}, "JiT": ARGUMENTS["all five"], "MoH-JiT": ARGUMENTS["all five"] | ROUTED}
+
+
+@pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
 def test_autograd_keeps_no_less_than_the_bound(options):
     model = dit(**options)
     weights = {p.data_ptr() for p in model.parameters()}
@@ -180,10 +226,10 @@ def test_autograd_keeps_no_less_than_the_bound(options):
 
 
 def test_a_models_name_says_its_block():
-    shown = full_name("dit_small_patch2", dict(BLOCK, qk_norm=False, embed_dim=32))
-    assert shown == (
-        "dit_small_patch2 with embed_dim 32, norm_layer rmsnorm, swiglu_mlp, use_rot_pos_emb"
-    )
+    arguments = dict(BLOCK, qk_norm=False, embed_dim=32, class_tokens=4)
+    shown = full_name("dit_small_patch2", arguments)
+    block = "norm_layer rmsnorm, swiglu_mlp, use_rot_pos_emb"
+    assert shown == f"dit_small_patch2 with embed_dim 32, class_tokens 4, {block}"
 
 
 def inputs_of_one():
@@ -261,6 +307,14 @@ WRONG = {
     "groups of a SwiGLU": (
         dict(swiglu_mlp=True, scope="sample", router="moh", head_budget=0.5, mlp_budget=0.5),
         "mlp_budget 0.5: groups are of two linear layers around an activation, not of a SwiGLU",
+    ),
+    "class tokens in no block": (
+        dict(class_tokens=2, class_tokens_start=2),
+        "class_tokens_start 2: the blocks are 0 to 1",
+    ),
+    "a number of class tokens": (
+        dict(class_tokens=True),
+        "class_tokens True is no whole number of 0 or more",
     ),
     "a list of norms": (
         dict(norm_layer=["rmsnorm"]),
