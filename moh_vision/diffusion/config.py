@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from moh_vision.common.errors import nearest
 from moh_vision.common.io import composed
@@ -231,6 +231,9 @@ class RepaConfig(Section, section="repa", needs=".teacher"):
 @dataclass
 class DitConfig(ImageRunConfig):
     """Diffusion."""
+
+    # After as many steps as a classifier takes, samples of 100 pictures are blurred patches: docs/getting-started.md.
+    images_per_root: ClassVar[int] = 4 * ImageRunConfig.images_per_root
 
     kind: Literal["diffusion"] = key("diffusion")
     vae: str | None = key(None)

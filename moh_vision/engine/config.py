@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
@@ -316,20 +316,19 @@ class RunConfig(CommonConfig):
         return dict(moa_balance_weight=self.moa_balance_weight, z_weight=self.z_weight)
 
 
-# Images that a run with max_steps "auto" sees, over the square root of the number of training images: each of 100 images
-# is seen 384 times, each of 20,000 27 times.
-IMAGES_PER_ROOT = 3840
-
-
 @dataclass
 class ImageRunConfig(RunConfig):
     """Keys of all runs that train on images."""
 
+    # Images that a run with max_steps "auto" sees, over the square root of the number of training images: a classifier
+    # sees each of 100 images 384 times, each of 20,000 27 times.
+    images_per_root: ClassVar[int] = 3840
+
     max_steps: int | Literal["auto"] = key(
         1000, ge=1, free=True, also="epochs num_epochs num_train_epochs"
     )
-    """Optimiser steps. "auto": as many as the run sees 3,840 sqrt(N) images in, of N training images, and a warm-up of a
-    twentieth of them if none is given: few images are seen more often."""
+    """Optimiser steps. "auto": as many as the run sees 3,840 sqrt(N) images in, of N training images, a diffusion model four
+    times as many, and a warm-up of a twentieth of them if none is given: few images are seen more often."""
     calibrate_images: int = key(0, ge=0, needs="init_from or model.pretrained; data.exact_order")
     """Number of training images that judge the heads of a dense model, and the hidden channels of its MLPs if they are routed,
     so that the strongest ones of each layer become the shared ones and the first to run; 0: those that come first."""
@@ -353,7 +352,7 @@ class ImageRunConfig(RunConfig):
         if self.max_steps != "auto":
             return optim.warmup_steps, ""
         batch = optim.batch_size
-        self.max_steps = max(1, round(IMAGES_PER_ROOT * math.sqrt(images) / batch))
+        self.max_steps = max(1, round(self.images_per_root * math.sqrt(images) / batch))
         line = f"max_steps auto: {self.max_steps} steps of {batch} for {images} images"
         if optim.warmup_steps or "optim.warmup_steps" in self.given:
             return optim.warmup_steps, line

@@ -9,26 +9,26 @@ from moh_vision.classification import validate
 from moh_vision.classification.config import ClsConfig
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import DitConfig
-from moh_vision.engine import config as engine_config
 from moh_vision.engine.command_line import parse_config
 from tests.support.pictures import gradient, write_folder
 from tests.support.refusals import refuse
 
 SCRIPTS = {"cls": (train_cls, ClsConfig), "dit": (train_dit, DitConfig)}
-# Training images and images of a batch -> steps and warm-up.
+# Training images and images of a batch -> steps and warm-up of a classifier and of a diffusion model.
 STEPS = {
-    "100": (100, 64, 600, 30),
-    "1,000": (1000, 64, 1897, 94),
-    "20,000": (20000, 64, 8485, 424),
-    "larger batches": (20000, 256, 2121, 106),
-    "one image": (1, 8000, 1, 0),
+    "100": (100, 64, dict(cls=(600, 30), dit=(2400, 120))),
+    "1,000": (1000, 64, dict(cls=(1897, 94), dit=(7589, 379))),
+    "20,000": (20000, 64, dict(cls=(8485, 424), dit=(33941, 1697))),
+    "larger batches": (20000, 256, dict(cls=(2121, 106), dit=(8485, 424))),
+    "one image": (1, 80000, dict(cls=(1, 0), dit=(1, 0))),
 }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("case", STEPS)
 def test_steps_follow_from_the_number_of_images(script, case):
-    images, batch, steps, warmup = STEPS[case]
+    images, batch, expected = STEPS[case]
+    steps, warmup = expected[script]
     options = ["--max-steps", "auto", "--optim.batch_size", str(batch)]
     config = parse_config(SCRIPTS[script][1], options, "t")
     found, line = config.settle_steps(images)
@@ -43,7 +43,7 @@ def test_steps_follow_from_the_number_of_images(script, case):
 def test_a_warm_up_that_is_given_stays(given):
     options = f"--max-steps auto --optim.warmup_steps {given} --optim.batch_size 64"
     config = parse_config(DitConfig, options.split(), "t")
-    line = "max_steps auto: 600 steps of 64 for 100 images"
+    line = "max_steps auto: 2400 steps of 64 for 100 images"
     assert config.settle_steps(100) == (given, line)
 
 
@@ -75,7 +75,8 @@ def write_pictures(root):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
     """It is trained; the same command, and one for more steps, go on with it."""
-    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 10)  # 10 sqrt(14) / 2 steps
+    config_class = SCRIPTS[script][1]
+    monkeypatch.setattr(config_class, "images_per_root", 10)  # 10 sqrt(14) / 2 steps
     main = SCRIPTS[script][0].main
     root = write_pictures(tmp_path / "photos")
     command = ["--config", f"{script}/own_pictures", "--data.root", str(root)]
@@ -91,7 +92,7 @@ def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
     main(command)
     assert "max_steps auto: 19 steps" in capsys.readouterr().out
     assert rates.read_text().splitlines()[:19] == before
-    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 11)  # a warm-up of one step
+    monkeypatch.setattr(config_class, "images_per_root", 11)  # a warm-up of one step
     main(command)
     assert "max_steps auto: 21 steps of 2 for 14 images, the first 1 are" in capsys.readouterr().out
     main([*command, "--max-steps", "22"])
@@ -101,7 +102,7 @@ def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_folder_of_classes_needs_no_splits(script, tmp_path, monkeypatch, capsys):
     """A classifier keeps a tenth for validation, also when it is opened again; a DiT trains on all."""
-    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 40)
+    monkeypatch.setattr(SCRIPTS[script][1], "images_per_root", 40)
     write_pictures(tmp_path / "both")
     root = (tmp_path / "both" / "train").rename(tmp_path / "photos")
     run = str(tmp_path / "run")
@@ -120,7 +121,7 @@ def test_a_folder_of_classes_needs_no_splits(script, tmp_path, monkeypatch, caps
 
 
 def test_pictures_without_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_config, "IMAGES_PER_ROOT", 40)
+    monkeypatch.setattr(DitConfig, "images_per_root", 40)
     root = tmp_path / "photos"
     root.mkdir()
     for number in range(6):
