@@ -291,6 +291,8 @@ NOT_RUN = {
     "python train_cls.py --config cls/convert_vit_small_75 --data.root IMAGENET --distill": "loads weights of the hub; tests/classification/test_distillation.py",
     "python train_dit.py --config quickstart/dit --data.root DATA --model.name pretrained": "a folder of a DiT; tests/models/test_pretrained.py",
     "python sample.py --checkpoint SiT-XL-2-256x256.pt": "released weights; tests/diffusion/test_sit.py",
+    "python sample.py --checkpoint checkpoint-last.pth": "released weights; tests/diffusion/test_jit.py",
+    "accelerate launch train_dit.py --config dit/jit_base_patch16 --data.root IMAGENET": "a folder of released weights; tests/diffusion/test_jit.py",
     "accelerate launch train_dit.py --config dit/moh_sit_xlarge_patch2_75": "released weights; tests/diffusion/test_sit.py",
     "python -m moh_vision export moh_dit_xlarge_patch2_90": "released weights; tests/commands/test_export.py",
     "python -m moh_vision gates TEXT_RUN": "runs of text; tests/commands/test_gates.py",

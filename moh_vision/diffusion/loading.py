@@ -22,7 +22,7 @@ from moh_vision.diffusion.sampling import Guidance, weak_predict
 from moh_vision.diffusion.schedulers import sampler_for, shift_of
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
-from moh_vision.models.dit import compat_of
+from moh_vision.models.dit import arguments_of
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
 from moh_vision.models.weights import (
@@ -38,6 +38,8 @@ from moh_vision.models.weights import (
 LARGEST = dict(img_size=1024, in_chans=1024)
 MOST_CLASSES = 100_000
 TABLE = "embedding_table.weight"  # the name of a label table ends so
+# The name of a patch kernel ends so: in the official DiT, in diffusers', and in JiT.
+KERNELS = ("x_embedder.proj.weight", "pos_embed.proj.weight", "x_embedder.proj1.weight")
 
 
 def find_checkpoint(config: SampleConfig) -> None:
@@ -247,7 +249,7 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
         raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
     state = read_tensors(file, weights)
     sizes = _sizes(file, state)
-    if compat_of(name, {}) == "sit":
+    if arguments_of(name, {}).get("compat") == "sit":
         # SiT's files have the channels of a variance, which loading leaves out.
         sizes["learn_sigma"] = False
     state, metadata = _with_no_class(file, state)
@@ -330,7 +332,7 @@ def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
                 return tuple(tensor.shape)
         return None
 
-    kernel = shape(4, "x_embedder.proj.weight", "pos_embed.proj.weight")  # [C, in, p, p]
+    kernel = shape(4, *KERNELS)  # [C, in, p, p]
     last = shape(2, "final_layer.linear.weight", "proj_out_2.weight")  # [p * p * out, C]
     positions = shape(3, "pos_embed")  # [1, N, C]
     if kernel:

@@ -28,12 +28,13 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
-from moh_vision.models.dit import compat_of
+from moh_vision.models.dit import arguments_of
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
+from moh_vision.models.velocity import FROM_NOISE
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
@@ -199,14 +200,18 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
 
 
 def refuse_other_objective(name: str, arguments: dict, config: DitConfig) -> None:
-    """Refuse to train a model of SiT's with another objective than its flow of velocities."""
-    is_flow = config.objective == "flow" and config.flow.predict == "velocity"
-    if compat_of(name, arguments) == "sit" and not is_flow:
-        asked = objective_said(config.tree(), "official")
-        model = config.model.pretrained or name
-        raise ValueError(
-            f"objective {asked}: {model} is a SiT, which takes objective flow with flow.predict velocity"
-        )
+    """Refuse to train a model of SiT's or JiT's with another objective than its own."""
+    compat = arguments_of(name, arguments).get("compat")
+    if compat not in FROM_NOISE:
+        return
+    family, predict = FROM_NOISE[compat]
+    if config.objective == "flow" and config.flow.predict == predict:
+        return
+    asked = objective_said(config.tree(), "official")
+    model = config.model.pretrained or name
+    raise ValueError(
+        f"objective {asked}: {model} is a {family}, which takes objective flow with flow.predict {predict}"
+    )
 
 
 def say_other_training(config: DitConfig, model: nn.Module) -> None:
@@ -215,13 +220,12 @@ def say_other_training(config: DitConfig, model: nn.Module) -> None:
     if not origin:
         return
     trained, arguments = training_of(origin)
+    if trained is None and model.config.compat in FROM_NOISE:
+        return  # a file that says nothing is taken for one of the family that the model's name says
     now = objective_said(config.tree(), model.config.compat)
+    before = "noise"  # other files that say nothing are DiT's
     if trained is not None:
         before = objective_said(trained, arguments.get("compat", "official"))
-    elif model.config.compat == "sit":
-        before = now
-    else:  # a file that does not say its objective is one of DiT
-        before = "noise"
     if before != now:
         say(f"{origin} was trained with objective {before}, this run with {now}")
     # No weight shows rotary positions. DiT and SiT have none.
@@ -240,9 +244,8 @@ def training_of(source: str) -> tuple[dict | None, dict]:
     """
     path = Path(source)
     if not path.exists():  # the name of a registered model
-        compat = compat_of(source, {})
-        predict = "velocity" if compat == "sit" else None
-        return objective_of_model(predict), dict(compat=compat)
+        arguments = arguments_of(source, {})
+        return objective_of_model(arguments.get("predict")), arguments
     index = path / "model_index.json"
     if index.is_file():  # a pipeline
         transformer = json.loads((path / "transformer" / "config.json").read_text())
@@ -261,7 +264,7 @@ def training_of(source: str) -> tuple[dict | None, dict]:
         config = None
     if not isinstance(arguments, dict):
         return config, {}
-    return config, {**arguments, "compat": compat_of(str(metadata.get("architecture")), arguments)}
+    return config, arguments_of(str(metadata.get("architecture")), arguments)
 
 
 def objective_of_model(predict: str | None) -> dict:
@@ -280,8 +283,9 @@ def objective_said(config: dict, compat: str) -> str:
     """
     name = config.get("objective", "noise")
     predict = (config.get("flow") or {}).get("predict", "velocity")
-    if compat == "sit":
-        return f"{name} (in SiT's time)"
+    if compat in FROM_NOISE:
+        family, _ = FROM_NOISE[compat]
+        return f"{name} (in {family}'s time)"
     if name == "noise" or predict == "velocity":
         return name
     return f"{name} (predict {predict})"

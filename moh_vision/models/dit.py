@@ -1,4 +1,5 @@
-"""DiT, MoH-DiT and SiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3; Ma 2024).
+"""DiT, MoH-DiT, SiT and JiT in timm's registry: Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3; Ma 2024; Li and
+He 2025.
 
 The model's class is imported only when a model is built, because importing diffusers takes seconds.
 Heads per layer are from the released MoH-DiT code. Its L and XL models have 8 heads in the first
@@ -6,7 +7,7 @@ layers, 16 in the middle and 24 in the last, in total as many as the dense model
 mention it.
 
 `sit_*` has the layers of `dit_*` and the time of SiT's released weights (`compat`). Their files have the same
-layout as the DiT's and do not say which of the two they are: the name does.
+layout as the DiT's and do not say which of the two they are: the name does. `jit_*` has the time of JiT's.
 """
 
 from huggingface_hub import hf_hub_download
@@ -37,9 +38,27 @@ SIT = {
     )
     for size, arguments in SIZES.items()
 }
+JIT_BLOCK = dict(
+    norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True, class_tokens=32
+)
+JIT_SIZES = {
+    "base": dict(SIZES["base"], patch_bottleneck=128, class_tokens_start=4),
+    "large": dict(SIZES["large"], patch_bottleneck=128, class_tokens_start=8),
+    "huge": dict(
+        embed_dim=1280, depth=32, num_heads=16, patch_bottleneck=256, class_tokens_start=10
+    ),
+}
+JIT = {
+    f"jit_{size}_patch{patch}": dict(
+        arguments, patch_size=patch, compat="jit", predict="x", learn_sigma=False, **JIT_BLOCK
+    )
+    for size, arguments in JIT_SIZES.items()
+    for patch in (16, 32)
+}
 VARIANTS = {
     **DENSE,
     **SIT,
+    **JIT,
     # head_budget: (shared heads, routed heads that run) of every layer
     "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
     "moh_dit_small_patch2_75": dict(
@@ -68,12 +87,27 @@ VARIANTS = {
         head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9,
     ),
 }
+# JiT with the heads of MoH-DiT, a model of neither paper.
+MOH_JIT = {
+    f"moh_jit_{size}_patch16_75": {
+        **JIT[f"jit_{size}_patch16"],
+        **VARIANTS[f"moh_dit_{size}_patch2_75"],
+        "patch_size": 16,
+    }
+    for size in ("base", "large")
+}
+VARIANTS.update(MOH_JIT)
 
 
 def _cfg(size: int = 32, **kwargs) -> dict:
     """Config for SD VAE latents; `size`: latent side, image side / 8."""
     common = dict(num_classes=1000, input_size=(4, size, size), mean=(0.0,) * 4, std=(1.0,) * 4)
     return dict(common, license="apache-2.0", **kwargs)
+
+
+def _of_pixels(side: int) -> dict:
+    """Config for images of 3 x side x side pixels, from -1 to 1."""
+    return dict(_cfg(side), input_size=(3, side, side), mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 def _published(pixels: int) -> dict:
@@ -102,7 +136,13 @@ PUBLISHED = {
     ),
 }
 NAMED = {name.split(".")[0] for name in PUBLISHED}
-UNTRAINED = {f"{name}.untrained": _cfg() for name in VARIANTS if name not in NAMED}
+UNTRAINED = {}
+for _name, _arguments in VARIANTS.items():
+    if _name in (*JIT, *MOH_JIT):
+        # 16 x 16 patches in either size of JiT's models: of 256 pixels, and of 512.
+        UNTRAINED[f"{_name}.untrained"] = _of_pixels(16 * _arguments["patch_size"])
+    elif _name not in NAMED:
+        UNTRAINED[f"{_name}.untrained"] = _cfg()
 default_cfgs = generate_default_cfgs({**PUBLISHED, **UNTRAINED})
 
 
@@ -114,7 +154,7 @@ def _create_dit(  # noqa: PLR0913
     pretrained_cfg_overlay: dict | None = None,
     cache_dir=None,
     img_size: int | None = None,
-    in_chans: int = 4,
+    in_chans: int | None = None,
     num_classes: int = 1000,
     **overrides,
 ):
@@ -125,7 +165,7 @@ def _create_dit(  # noqa: PLR0913
         args: arguments of the variant, under timm's names.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir: see `timm.create_model`.
         img_size: side of the latents or images; None: as in the configuration.
-        in_chans: channels of the latents or images.
+        in_chans: channels of the latents or images; None: as in the configuration.
         num_classes: number of classes, not counting "no class".
         overrides: arguments of `MoHDiTTransformer2DModel`; embed_dim, depth, num_heads and head_dim by timm's names.
     """
@@ -153,7 +193,7 @@ def _create_dit(  # noqa: PLR0913
     args.update(overrides)
     model = MoHDiTTransformer2DModel(
         sample_size=img_size or cfg.input_size[-1],
-        in_channels=in_chans,
+        in_channels=in_chans or cfg.input_size[0],
         num_classes=num_classes,
         hidden_size=args.pop("embed_dim"),
         num_layers=args.pop("depth"),
@@ -176,11 +216,10 @@ def _weights(cfg, cache_dir) -> str:
     return download_cached_file(cfg.url, progress=True, cache_dir=cache_dir)
 
 
-def compat_of(name: str, arguments: dict) -> str:
-    """Return the `compat` of a registered model that is built with these arguments."""
-    of_variant = VARIANTS.get(name.split(".")[0], {}).get("compat", "official")
-    return arguments.get("compat", of_variant)
+def arguments_of(name: str, arguments: dict) -> dict:
+    """Return the arguments of a registered model with those of its variant, which they override."""
+    return {**VARIANTS.get(name.split(".")[0], {}), **arguments}
 
 
-ABOUT = "A DiT or SiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
+ABOUT = "A DiT, SiT or JiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
 register_variants(__name__, _create_dit, {name: (ABOUT, args) for name, args in VARIANTS.items()})

@@ -4,7 +4,8 @@ Saved pipelines refer to this module by its path: do not move it. Parameters hav
 diffusers' DiT differs from the official one in two numbers: its timestep frequencies are spaced one step
 too wide, and the norm before the MLP has another epsilon. The default fits official weights;
 `compat="diffusers"` takes diffusers' two numbers. `compat="sit"` fits the weights of SiT (Ma 2024): the same
-network, which reads another time and predicts the opposite velocity. Outside the model nothing differs.
+network, which reads another time and predicts the opposite velocity. `compat="jit"` fits those of JiT (Li and He
+2025), which read that time, too. Outside the model nothing differs.
 """
 
 import math
@@ -41,7 +42,7 @@ from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
 from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, run_mlp
-from moh_vision.models.velocity import PREDICTS, sit_time, to_velocity
+from moh_vision.models.velocity import FROM_NOISE, PREDICTS, time_from_noise, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
 # norm_layer -> the classes of the norms of tokens, and of queries and keys, which have learnt weights
@@ -49,7 +50,7 @@ NORMS = {
     "layernorm": (partial(nn.LayerNorm, elementwise_affine=False), nn.LayerNorm),
     "rmsnorm": (RmsNormFp32, RmsNormFp32),
 }
-COMPAT = ("official", "diffusers", "sit")
+COMPAT = ("official", "diffusers", *FROM_NOISE)
 ROUTE_BY = ("condition", "timestep")
 
 
@@ -248,9 +249,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             scope "sample": groups are chosen by what `route_by` says, as heads are.
         mlp_budget_shape: as head_budget_shape.
         mlp_groups: groups of each MLP, a divisor of its hidden width.
-        compat: "official", "diffusers" for the timestep frequencies and epsilon of diffusers, or "sit" for
-            weights of SiT: the network reads the time 1 - timestep / 1000, from 0 (noise) to 1 (image), and
-            predicts x_0 - eps, which the model negates. "sit" needs predict "velocity" and learn_sigma False.
+        compat: "official", "diffusers" for the timestep frequencies and epsilon of diffusers, or "sit" or "jit" for
+            weights of SiT or JiT: the network reads the time 1 - timestep / 1000, from 0 (noise) to 1 (image). SiT's
+            predicts x_0 - eps, which the model negates, and needs predict "velocity" and learn_sigma False; JiT's
+            needs predict "x" and learn_sigma False.
         patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
         predict: "x" or "noise": the last layer predicts the image or the noise, from which `to_velocity` computes
             the model's output, a velocity; None or "velocity": the output is what the last layer predicts.
@@ -346,7 +348,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         pos_embed = pos_embed.float().unsqueeze(0)  # [1, N, C]
         self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
         if class_tokens:
-            self.class_pos_embed = nn.Parameter(torch.empty(1, class_tokens, hidden_size))
+            self.class_positions = nn.Parameter(torch.empty(1, class_tokens, hidden_size))
         cos = None
         sin = None
         if use_rot_pos_emb:
@@ -386,7 +388,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         ):
             nn.init.normal_(weight, std=0.02)
         if self.config.class_tokens:
-            nn.init.normal_(self.class_pos_embed, std=0.02)
+            nn.init.normal_(self.class_positions, std=0.02)
         modulations = (module.adaLN_modulation[1] for module in (self.final_layer, *self.blocks))
         for linear in (self.final_layer.linear, *modulations):
             nn.init.zeros_(linear.weight)
@@ -405,8 +407,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         """
         self._check_inputs(hidden_states, timestep)
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
-        is_sit = self.config.compat == "sit"
-        time = sit_time(timestep) if is_sit else timestep
+        time = timestep
+        if self.config.compat in FROM_NOISE:
+            time = time_from_noise(timestep)
         t = self.t_embedder(time.expand(x.shape[0]), x.dtype)  # [B, C]
         y = self.y_embedder(class_labels)  # [B, C]
         c = t + y
@@ -418,14 +421,14 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         stats: list[RoutingStats] = []
         for number, block in enumerate(self.blocks):
             if self.config.class_tokens and number == self.config.class_tokens_start:
-                x = torch.cat([y.unsqueeze(1) + self.class_pos_embed, x], 1)  # [B, M + N, C]
+                x = torch.cat([y.unsqueeze(1) + self.class_positions, x], 1)  # [B, M + N, C]
             rotary = self._rotary_of(x)
             x = run_block(block, x, c, route_by, rotary, stats=stats, checkpoint=checkpoint)
             if tokens is not None:
                 tokens.append(x[:, -N:])
         x = self.final_layer(x[:, -N:], c)  # [B, N, p * p * out_channels]
         output = self._unpatchify(x)  # [B, out_channels, size, size]
-        if is_sit:
+        if self.config.compat == "sit":
             output = -output  # SiT's velocity runs from noise to image, ours from image to noise
         return to_velocity(self.config.predict, output, hidden_states, timestep), stats
 
@@ -537,12 +540,13 @@ def check_arguments(config) -> None:
         raise ValueError(
             f"predict {config.predict!r} needs learn_sigma False: a flow has no variance"
         )
-    is_velocity = config.predict == "velocity" and not config.learn_sigma
-    if config.compat == "sit" and not is_velocity:
-        raise ValueError(
-            f"compat 'sit' needs predict 'velocity' and learn_sigma False, not {config.predict!r} and {config.learn_sigma}: "
-            "train it with objective flow and flow.predict velocity"
-        )
+    if config.compat in FROM_NOISE:
+        _, predict = FROM_NOISE[config.compat]
+        if config.predict != predict or config.learn_sigma:
+            raise ValueError(
+                f"compat {config.compat!r} needs predict {predict!r} and learn_sigma False, not {config.predict!r} and "
+                f"{config.learn_sigma}: train it with objective flow and flow.predict {predict}"
+            )
     if config.swiglu_mlp and config.mlp_budget is not None:
         raise ValueError(
             f"mlp_budget {config.mlp_budget!r}: groups are of two linear layers around an activation, not of a SwiGLU "

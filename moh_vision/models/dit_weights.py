@@ -1,4 +1,4 @@
-"""Translate the weights of diffusers' DiT and of SiT, and the configuration of diffusers' DiT, into ours."""
+"""Translate the weights of diffusers' DiT, of SiT and of JiT, and the configuration of diffusers' DiT, into ours."""
 
 import re
 
@@ -25,14 +25,23 @@ IN_BLOCK = {
     "ff.net.2": "mlp.fc2",
 }
 
+# Module names in JiT -> ours: outside blocks, and of a block's SwiGLU, whose first linear layer JiT makes in one with the gate.
+IN_JIT = {
+    "x_embedder.proj1": "x_embedder.proj",
+    "x_embedder.proj2": "x_widen",
+}
+SWIGLU_IN_JIT = {"w12": ("fc1_g", "fc1_x"), "w3": ("fc2",)}
+
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Translate names of diffusers' DiT and of MoH's published routers; official and our names pass through.
+    """Translate names of diffusers' DiT, of JiT and of MoH's published routers; official and our names pass through.
 
     For a model with compat="sit" also leave out the channels that SiT's released code computes and drops.
     """
     if any(name.startswith("transformer_blocks.") for name in state_dict):
         state = _from_diffusers(state_dict, model)
+    elif any(name.endswith("x_embedder.proj1.weight") for name in state_dict):
+        state = _from_jit(state_dict)
     else:
         state = rename_routers(state_dict)
     if model.config.compat == "sit":
@@ -50,6 +59,31 @@ def _velocity_alone(state: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
             by_channel = state[name].unflatten(0, (-1, 2 * channels))  # [p * p, 2 * channels, ...]
             state[name] = by_channel[:, :channels].flatten(0, 1)
     return state
+
+
+def _from_jit(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Translate the names of JiT's released code, whose network is `net` in its training script's checkpoints."""
+    result = {}
+    for full_name, tensor in state_dict.items():
+        name = full_name.removeprefix("net.")
+        module, _, parameter = name.rpartition(".")  # parameter: weight or bias
+        parent, _, part = module.rpartition(".")
+        if name == "in_context_posemb":
+            result["class_positions"] = tensor
+        elif parameter in ("freqs_cos", "freqs_sin"):
+            continue  # cosines and sines of the rotary positions, which follow from the sizes
+        elif module in IN_JIT:
+            kernel = tensor
+            if module == "x_embedder.proj2" and tensor.ndim == 4:  # a 1 x 1 convolution
+                kernel = tensor.flatten(1)
+            result[f"{IN_JIT[module]}.{parameter}"] = kernel
+        elif parent.endswith(".mlp") and part in SWIGLU_IN_JIT:
+            ours = SWIGLU_IN_JIT[part]
+            for own_part, rows in zip(ours, tensor.chunk(len(ours))):
+                result[f"{parent}.{own_part}.{parameter}"] = rows
+        else:
+            result[name] = tensor
+    return result
 
 
 def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -277,8 +277,6 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
         if key[0] != "_" and key not in sizes:
             arguments[timm_names.get(key, key)] = value
     refuse_fetch(arguments, "its config.json")
-    family = "dit"
-    if arguments.get("compat") == "sit":
-        family = "sit"
-    # The arguments replace all sizes of this variant.
-    return f"{family}_small_patch2", arguments, {}
+    # The arguments replace all those of this variant.
+    names = {"sit": "sit_small_patch2", "jit": "jit_base_patch16"}
+    return names.get(arguments.get("compat"), "dit_small_patch2"), arguments, {}

@@ -1,10 +1,12 @@
-"""Turn what a flow-matching network predicts into our velocity, and our timesteps into the time of SiT's networks."""
+"""Turn what a flow-matching network predicts into our velocity, and our timesteps into the time of SiT's and JiT's networks."""
 
 import torch
 from torch import Tensor
 
 PREDICTS = ("velocity", "x", "noise")
 LEAST = 0.05  # smallest divisor: JiT's t_eps
+# `compat` of networks whose released weights read a time from 0 (noise) to 1 (image) -> their name, and what they predict.
+FROM_NOISE = {"sit": ("SiT", "velocity"), "jit": ("JiT", "x")}
 
 
 def to_velocity(predict: str | None, output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:
@@ -23,8 +25,8 @@ def to_velocity(predict: str | None, output: Tensor, xt: Tensor, timestep: Tenso
     return (output - xt) / (1 - t).clamp(min=LEAST)
 
 
-def sit_time(timestep: Tensor) -> Tensor:
-    """Return the time of SiT's released networks, from 0 (noise) to 1 (image).
+def time_from_noise(timestep: Tensor) -> Tensor:
+    """Return the time of SiT's and JiT's released networks, from 0 (noise) to 1 (image).
 
     timestep: any shape, from 0 (image) to 1000 (noise).
     """

@@ -15,7 +15,7 @@ from moh_vision.common.errors import message_of, reason_of
 from moh_vision.common.io import WRAPPED, TensorFiles, by_age, tensor_files
 
 # Keys of state dicts in pickled files, in the order in which they are looked for.
-EMA_KEYS = ("ema", "state_dict_ema", "model_ema")
+EMA_KEYS = ("ema", "state_dict_ema", "model_ema", "model_ema1")
 MODEL_KEYS = ("state_dict", "model")
 STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)
 # A router's linear layers: names in the published MoH code -> ours.

@@ -129,8 +129,10 @@ def name_problem(name: str, wing: str | None) -> str:
             problem += "; a dense ViT is moh_vit_* with model.router dense"
     else:
         return ""
-    sizes = dict(s="small", b="base", l="large", xl="xlarge")  # DiT-S/2 is dit_small_patch2
-    asked = re.sub(r"-(s|b|l|xl)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
+    sizes = dict(
+        s="small", b="base", l="large", xl="xlarge", h="huge"
+    )  # DiT-S/2 is dit_small_patch2
+    asked = re.sub(r"-(s|b|l|xl|h)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
     return f"{problem}, {closest(asked, fitting)}"
 
 
@@ -544,9 +546,9 @@ def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") ->
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (no pickled objects but tensors and argparse.Namespace),
     the original ViTs' .npz, and folders of a run, diffusers model or pipeline. Layouts: ours, timm's ViTs,
-    official TransNeXt, MoH-ViT, DiT and MoH-DiT, SiT (into a sit_*: the layout is the DiT's), and diffusers' DiT
-    (whose outputs are the same in a model with compat="diffusers"). Dense weights leave the routers of MoH and "gated" at zero. From weights with routers the model
-    takes the shared heads, but keeps its number of active heads.
+    official TransNeXt, MoH-ViT, DiT and MoH-DiT, SiT (into a sit_*: the layout is the DiT's), JiT (into a jit_*), and
+    diffusers' DiT (whose outputs are the same in a model with compat="diffusers"). Dense weights leave the routers of MoH
+    and "gated" at zero. From weights with routers the model takes the shared heads, but keeps its number of active heads.
 
     Args:
         path: a file or folder as above.

@@ -31,7 +31,7 @@ def test_a_run_goes_on_to_the_bit_and_is_published(tmp_path, run_command):
     config = model.config
     block = (config.norm_layer, config.swiglu_mlp, config.use_rot_pos_emb, config.qk_norm)
     assert block == ("rmsnorm", True, True, True)
-    assert model.class_pos_embed.shape == (1, 3, 32)
+    assert model.class_positions.shape == (1, 3, 32)
     code, _, _ = run_command("publish", whole, "--output", tmp_path / "published")
     assert code == 0
     card = (tmp_path / "published" / "README.md").read_text()

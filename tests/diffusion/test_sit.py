@@ -304,7 +304,7 @@ def objective_of(source):
         ),
         pytest.param(
             "--model.name dit_small_patch2 --model.kwargs.compat SiT --objective flow",
-            "compat 'SiT' is not one of official, diffusers, sit$",
+            "compat 'SiT' is not one of official, diffusers, sit, jit$",
             id="compat",
         ),
         pytest.param(

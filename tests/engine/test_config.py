@@ -412,15 +412,6 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     assert config.model.kwargs == {"a": 1, "b": 1, "c": {"d": 3}}
 
 
-@pytest.mark.parametrize("size, start", [("base", 4), ("large", 8)])
-@pytest.mark.parametrize("share", ["", "_75"])
-def test_the_models_of_jit(size, start, share):
-    config = parse("--config", f"dit/jit_{size}_patch16{share}", config_class=DitConfig)
-    block = dict(norm_layer="rmsnorm", swiglu_mlp=True, use_rot_pos_emb=True, qk_norm=True)
-    assert config.model.kwargs == dict(block, class_tokens=32, class_tokens_start=start)
-    assert (config.model.patch_size, config.model.patch_bottleneck) == (16, 128)
-
-
 def test_options_win_over_files_wherever_they_stand(tmp_path):
     (tmp_path / "a.yaml").write_text("seed: 1\nmodel: {kwargs: {a: 1, b: 1}}\nlog_every: 3\n")
     (tmp_path / "b.yaml").write_text("log_every: 4\n")

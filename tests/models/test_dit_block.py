@@ -8,9 +8,11 @@ import torch
 from torch.nn import functional as F
 
 import moh_vision
+from moh_vision.attention import head_budget
 from moh_vision.models.counts import count_macs, least_activations
 from moh_vision.models.describe import full_name
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+from tests.support.jit_equations import rms_norm, rotated
 from tests.support.refusals import refuse
 from tests.support.tiny_dit import TINY, awake
 
@@ -38,24 +40,6 @@ def inputs():
 
 
 # ---------------------------------------------------------------- the equations, written from the papers
-
-
-def rms_norm(x, weight):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def rotated(x, grid):
-    """x [B, h, M + N, D]: pairs of channels as complex numbers, turned by the row in the first half and by the column in the
-    second; the M tokens before the patches stay as they are."""
-    prefix, x = x.split([x.shape[2] - grid**2, grid**2], 2)
-    quarter = x.shape[-1] // 4
-    frequencies = 10000.0 ** (-torch.arange(quarter, dtype=x.dtype) / quarter)
-    rows, columns = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
-    angles = [positions.flatten()[:, None] * frequencies for positions in (rows, columns)]
-    angles = torch.cat(angles, 1).to(x.dtype)  # [N, D / 2]
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-    return torch.cat([prefix, turned], 2)
 
 
 def block_by_hand(block, x, c, grid):
@@ -100,7 +84,7 @@ def test_class_tokens_stand_before_the_patches_from_their_block_on():
     c = model.t_embedder(timesteps, torch.float64) + c_class
     x = model.x_embedder(images) + model.pos_embed
     x = block_by_hand(model.blocks[0], x, c, 4)
-    in_context = torch.stack([c_class + position for position in model.class_pos_embed[0]], 1)
+    in_context = torch.stack([c_class + position for position in model.class_positions[0]], 1)
     x = block_by_hand(model.blocks[1], torch.cat([in_context, x], 1), c, 4)
     patches = model.final_layer(x[:, 3:], c)  # [3, 16, 2 * 2 * 3]
     want = patches.view(3, 4, 4, 2, 2, 3).permute(0, 5, 1, 3, 2, 4).reshape(3, 3, 8, 8)
@@ -149,22 +133,14 @@ def test_a_new_block_is_the_identity():
     assert not model(*inputs()).sample.any()
 
 
-# Configuration of a paper's model -> its count of parameters, in millions.
-JIT = dict(
-    BLOCK,
-    in_chans=3,
-    learn_sigma=False,
-    patch_bottleneck=128,
-    img_size=256,
-    patch_size=16,
-    class_tokens=32,
-)
-HUGE = dict(embed_dim=1280, depth=32, num_heads=16, patch_bottleneck=256, class_tokens_start=10)
+# A paper's model -> ours, its arguments, its count of parameters in millions.
 LIGHTNING = dict(BLOCK, in_chans=32, img_size=16, patch_size=1, qk_norm=False, learn_sigma=False)
 COUNTS = {
-    "JiT-B/16": ("dit_base_patch2", JIT, 131),
-    "JiT-L/16": ("dit_large_patch2", JIT | dict(class_tokens_start=8), 459),
-    "JiT-H/16": ("dit_xlarge_patch2", JIT | HUGE, 953),
+    "JiT-B/16": ("jit_base_patch16", {}, 131),
+    "JiT-L/16": ("jit_large_patch16", {}, 459),
+    "JiT-H/16": ("jit_huge_patch16", {}, 953),
+    "JiT-B/32": ("jit_base_patch32", {}, 133),
+    "JiT-H/32": ("jit_huge_patch32", {}, 956),
     "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 675),
 }
 
@@ -176,6 +152,19 @@ def test_parameters_are_the_papers(name):
         model = timm.create_model(variant, **arguments)
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert round(count / 1e6) == millions
+
+
+@pytest.mark.parametrize("size", ["base", "large"])
+def test_a_jit_with_the_heads_of_moh_dit(size):
+    with torch.device("meta"):
+        routed = timm.create_model(f"moh_jit_{size}_patch16_75")
+        dense = timm.create_model(f"jit_{size}_patch16")
+        dit = timm.create_model(f"moh_dit_{size}_patch2_75")
+    assert head_budget(routed)["layers"] == head_budget(dit)["layers"]
+    routers = {name for name in routed.state_dict() if ".router." in name}
+    assert routed.state_dict().keys() - routers == dense.state_dict().keys()
+    for key in ("compat", "predict", "class_tokens_start", "patch_bottleneck", "patch_size"):
+        assert routed.config[key] == dense.config[key]
 
 
 def test_macs_of_a_swiglu_are_those_of_its_three_products():

@@ -1,0 +1,220 @@
+"""JiT's published weights: sampled, converted and fine-tuned, against a loop written from the paper's equations.
+
+z = t x + (1 - t) noise; the network gets t itself, 0 to 1, and predicts the image x; the velocity is (x - z) / (1 - t) with
+a divisor of at least 0.05 (Li and He 2025).
+"""
+
+import argparse
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import moh_vision
+from moh_vision.common.seeds import derive_seed
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
+from moh_vision.models import dit
+from moh_vision.models.weights import init_from
+from tests.support.jit_equations import CLASSES, SIZES, predicted_image, published_weights
+from tests.support.pictures import write_folder
+from tests.support.refusals import refuse, refused
+from tests.support.small_runs import same, whole_and_resumed
+
+STEPS = 5
+# Arguments that make a DiT's layers those of the small JiT.
+BLOCK = dict(
+    norm_layer="rmsnorm",
+    swiglu_mlp=True,
+    use_rot_pos_emb=True,
+    qk_norm=True,
+    class_tokens=SIZES["class_tokens"],
+    class_tokens_start=SIZES["class_tokens_start"],
+)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return published_weights()
+
+
+@pytest.fixture(scope="module")
+def file(weights, tmp_path_factory):
+    """As JiT's training script saves a checkpoint."""
+    content = dict(
+        model=published_weights(1),
+        model_ema1=weights,
+        model_ema2=published_weights(2),
+        optimizer=dict(state={}),
+        epoch=3,
+        args=argparse.Namespace(blr=5e-5),
+    )
+    path = tmp_path_factory.mktemp("jit") / "checkpoint-last.pth"
+    torch.save(content, path)
+    return path
+
+
+def jit(file, **more):
+    return timm.create_model("jit_base_patch16", checkpoint_path=str(file), **SIZES, **more).eval()
+
+
+@torch.no_grad()
+def test_the_velocity_is_the_equations(weights, file):
+    torch.manual_seed(0)
+    z = torch.randn(4, 3, 8, 8)
+    t = torch.tensor([0.0, 0.3, 0.97, 1.0])
+    labels = torch.tensor([0, 2, 4, CLASSES])
+    image = predicted_image(weights, z, t, labels)
+    want = -(image - z) / (1 - t).clamp(min=0.05).view(
+        -1, 1, 1, 1
+    )  # ours runs from the image to the noise
+    got = jit(file).double()(z.double(), 1000 * (1 - t), labels).sample
+    # RMSNorm is computed in float32.
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def drawn_by_hand(weights, labels, scale):
+    """Euler's method from t = 0 to 1, guided for t up to 0.9."""
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(len(labels))]
+    z = torch.stack([torch.randn(3, 8, 8, generator=g) for g in generators]).double()
+    for step in range(STEPS):
+        t = torch.full([len(labels)], step / STEPS, dtype=torch.float64)
+        velocities = []
+        for y in (torch.tensor(labels), torch.full([len(labels)], CLASSES)):
+            image = predicted_image(weights, z, t, y)
+            velocities.append((image - z) / max(1 - step / STEPS, 0.05))
+        cond, uncond = velocities
+        guidance = scale if 0.1 < step / STEPS else 1
+        z = z + (uncond + guidance * (cond - uncond)) / STEPS
+    return z
+
+
+@pytest.fixture
+def small_variant(monkeypatch):
+    for key, value in SIZES.items():
+        if key in ("img_size", "num_classes"):  # which a command reads from the weights
+            continue
+        monkeypatch.setitem(dit.VARIANTS["jit_base_patch16"], key, value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1, 2])
+def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, small_variant, scale):
+    argv = f"--checkpoint {file} --model jit_base_patch16 --num-images 3 --sampler euler --steps {STEPS}"
+    guidance = ["--cfg-scale", str(scale)]
+    if scale > 1:
+        guidance += ["--cfg-interval", "0", "0.9"]
+    sample.main([*argv.split(), *guidance, "--out", f"{tmp_path}/images.npz"])
+    images = np.load(tmp_path / "images.npz")["arr_0"]
+    want = drawn_by_hand(weights, [0, 1, 2], scale)
+    by_hand = ((want + 1) * 127.5).clamp(0, 255).round().permute(0, 2, 3, 1).numpy()
+    assert np.abs(images.astype(int) - by_hand).max() <= 1
+    assert images.std() > 10
+
+
+def test_what_the_model_saves_is_read_back(file, tmp_path):
+    model = jit(file)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert (again.config.compat, again.config.predict) == ("jit", "x")
+    saved = next(tmp_path.glob("*.safetensors"))
+    assert same(saved, model) and same(jit(saved), model)
+
+
+def test_converted_with_all_heads_it_draws_the_same_images(file):
+    model = jit(file)
+
+    def images():
+        pipe = MoHDiTPipeline(model, make_scheduler("heun", 4, False, False))
+        draw = dict(num_inference_steps=4, guidance_scale=2.0, output_type="latent")
+        return pipe([0, 3], generator=torch.Generator().manual_seed(0), **draw).images
+
+    want = images()
+    assert moh_vision.convert(model, router="moh") is model
+    assert torch.equal(images(), want)
+    moh_vision.set_head_budget(model, 0.5)
+    assert (images() - want).abs().max() > 1e-3
+
+
+FLOW = "--objective flow --flow.predict x --data.img_size 8 --data.workers 0 --optim.batch_size 2".split()
+
+
+def run_of(source, output, steps, photos, *more):
+    argv = ["--data.root", photos, "--output", output, "--max-steps", steps, "--save-every", 1]
+    argv += ["--log-every", 1, *FLOW, *source, *more]
+    train.main([str(option) for option in argv])
+
+
+def test_it_is_converted_and_fine_tuned(file, tmp_path, capsys):
+    jit(file).save_pretrained(tmp_path / "folder")
+    photos = write_folder(tmp_path / "photos", size=(8, 8))
+    source = ["--model.name", "pretrained", "--model.pretrained", tmp_path / "folder"]
+    source += ["--model.convert.router", "moh", "--model.head_budget", 0.5]
+    run_of(source, tmp_path / "run", 2, photos)
+    said = capsys.readouterr().out
+    assert re.search(r"^jit_base_patch16 with .* 6 of 12 heads active \(50.0 %\)", said, re.M)
+    assert "was trained with" not in said
+    opened = moh_vision.open_run(tmp_path / "run")
+    assert opened.model.config.compat == "jit"
+    moved = opened.model.class_positions - jit(file).class_positions
+    assert 0 < moved.abs().max() < 0.05
+
+
+def test_a_run_goes_on_to_the_bit(tmp_path):
+    sizes = "--model.name jit_base_patch16 --model.patch_size 2 --model.patch_bottleneck 4 --model.num_heads 4"
+    kwargs = "--model.kwargs.class_tokens_start 1 --objective flow --flow.predict x"
+    whole_and_resumed(
+        "dit", tmp_path, [1, 2], "--model.head_budget", "null", *sizes.split(), *kwargs.split()
+    )
+
+
+def test_a_line_says_if_weights_begin_in_another_time(file, small_variant, tmp_path, capsys):
+    """The file says nothing, and is taken for a JiT's if the model is one; a run and a name say what they are."""
+    photos = write_folder(tmp_path / "photos", size=(8, 8))
+    name = ["--model.name", "jit_base_patch16"]
+    run_of(name, tmp_path / "jit", 1, photos, "--init-from", file)
+    said = capsys.readouterr().out
+    assert "was trained with" not in said
+    assert "y_embedder.embedding_table.weight is made anew" in said  # 5 classes, not 2
+    trained, arguments = train.training_of(str(tmp_path / "jit"))
+    assert train.objective_said(trained, arguments["compat"]) == "flow (in JiT's time)"
+    trained, arguments = train.training_of("jit_large_patch16")
+    assert train.objective_said(trained, arguments["compat"]) == "flow (in JiT's time)"
+    options = ["--model.name", "dit_small_patch2", "--model.kwargs", str(BLOCK)]
+    for key in ("embed_dim", "depth", "num_heads", "patch_bottleneck"):
+        options.append(f"--model.{key}={SIZES[key]}")
+    run_of(options, tmp_path / "other", 1, photos, "--init-from", tmp_path / "jit")
+    said = capsys.readouterr().out
+    assert "was trained with objective flow (in JiT's time), this run with flow (predict x)" in said
+
+
+def test_an_image_alone_is_predicted(file, tmp_path, capsys):
+    photos = write_folder(tmp_path / "photos", size=(8, 8))
+    argv = ["--data.root", photos, "--data.img_size", 8, "--output", tmp_path / "run"]
+    argv += ["--model.name", "jit_base_patch16"]
+    for more in ([], ["--objective", "flow"]):
+        error = refused(capsys, train.main, *argv, *more)
+        assert "jit_base_patch16 is a JiT, which takes objective flow with flow.predict x" in error
+    assert not (tmp_path / "run").exists()
+    words = "compat 'jit' needs predict 'x' and learn_sigma False, not 'velocity' and False"
+    refuse(words, timm.create_model, "jit_base_patch16", **SIZES, predict="velocity")
+
+
+@pytest.mark.parametrize(
+    "name, near", [("JiT-B/16", "jit_base_patch16"), ("JiT-H/32", "jit_huge_patch32")]
+)
+def test_a_name_that_a_reader_would_type(capsys, tmp_path, name, near):
+    argv = ["--data.root", "digits", "--output", tmp_path / "run", "--model.name", name]
+    error = refused(capsys, train.main, *argv)
+    assert f"model.name '{name}' is not a registered model, did you mean {near}" in error
+
+
+def test_weights_without_the_network_in_front(weights, tmp_path):
+    """A plain state dict, and one that keeps the angles of its rotary positions."""
+    plain = {name.removeprefix("net."): tensor for name, tensor in weights.items()}
+    plain["feat_rope.freqs_cos"] = torch.zeros(16, 8)
+    torch.save(plain, tmp_path / "plain.pt")
+    model = timm.create_model("jit_base_patch16", **SIZES)
+    init_from(model, str(tmp_path / "plain.pt"), lambda line: None)
+    assert torch.equal(model.class_positions, weights["net.in_context_posemb"])
