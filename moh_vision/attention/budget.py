@@ -44,19 +44,35 @@ PARTS = {"head_budget": "heads", "mlp_budget": "groups"}
 class BudgetError(ValueError):
     """Raised for a budget that cannot be parsed, or that the layers cannot run.
 
-    Attributes:
-        reason: the message without the name of the argument.
+    Args:
+        reason: the message without the name of the argument, written for heads.
         advice: end of the message: what to give instead; "" where the reason already says it.
+        layer: see the attributes.
+
+    Attributes:
+        reason, advice: in the words of the argument, heads or groups.
         layer: index of the layer whose pair is refused; None: the budget as a whole.
         argument: name of the argument: "head_budget", or "mlp_budget" (see `naming`).
     """
 
     def __init__(self, reason: str, advice: str = "", layer: int | None = None):
         super().__init__(reason, advice, layer)
-        self.reason = reason
-        self.advice = advice
         self.layer = layer
         self.argument = "head_budget"
+
+    @property
+    def reason(self) -> str:
+        return self._in_words_of_argument(self.args[0])
+
+    @property
+    def advice(self) -> str:
+        return self._in_words_of_argument(self.args[1])
+
+    def _in_words_of_argument(self, text: str) -> str:
+        if PARTS[self.argument] == "heads":
+            return text
+        # What stands in quotes is what the user gave.
+        return re.sub(r"('[^']*')|\bhead(s?)\b", lambda found: found[1] or f"group{found[2]}", text)
 
     def __str__(self) -> str:
         if self.layer is None:
@@ -65,8 +81,6 @@ class BudgetError(ValueError):
             message = f"{self.argument}, layer {self.layer}: {self.reason}"
         if self.advice:
             message += f"; {self.advice}"
-        if PARTS[self.argument] == "groups":  # reasons are written for heads
-            message = re.sub(r"\bhead(s?)\b", r"group\1", message)
         return message
 
 

@@ -29,13 +29,14 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.dit import arguments_of
+from moh_vision.models.dit_weights import is_jits
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.velocity import FROM_NOISE
-from moh_vision.models.weight_files import read_safetensors, weights_file
+from moh_vision.models.weight_files import names_in, read_safetensors, weights_file
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -215,26 +216,29 @@ def refuse_other_objective(name: str, arguments: dict, config: DitConfig) -> Non
 
 
 def say_other_training(config: DitConfig, model: nn.Module) -> None:
-    """Tell the user if the run begins from weights that were trained with another objective or other positions."""
+    """Tell the user if the run begins from weights of another training, which their shapes do not show."""
     origin = config.model.pretrained or config.init_from
     if not origin:
         return
     trained, arguments = training_of(origin)
-    if trained is None and model.config.compat in FROM_NOISE:
-        return  # a file that says nothing is taken for one of the family that the model's name says
     now = objective_said(config.tree(), model.config.compat)
-    before = "noise"  # other files that say nothing are DiT's
     if trained is not None:
         before = objective_said(trained, arguments.get("compat", "official"))
+    elif model.config.compat == "sit":
+        before = now  # a file of SiT's does not say what it is: it is taken for what the model is
+    else:
+        before = "noise"  # other files that say nothing are of DiTs
     if before != now:
         say(f"{origin} was trained with objective {before}, this run with {now}")
-    # No weight shows rotary positions. DiT and SiT have none.
-    rotary = arguments.get("use_rot_pos_emb", False)
-    if rotary != model.config.use_rot_pos_emb:
-        say(
-            f"{origin} was trained with use_rot_pos_emb {str(rotary).lower()}, "
-            f"this run with {str(model.config.use_rot_pos_emb).lower()} (model.kwargs)"
-        )
+    # Argument -> its value where the weights do not say it. DiT and SiT have no rotary positions.
+    unseen = {"use_rot_pos_emb": False}
+    if model.config.class_tokens:
+        unseen["class_tokens_start"] = model.config.class_tokens_start
+    for key, otherwise in unseen.items():
+        value = str(arguments.get(key, otherwise)).lower()
+        own = str(model.config[key]).lower()
+        if value != own:
+            say(f"{origin} was trained with {key} {value}, this run with {own} (model.kwargs)")
 
 
 def training_of(source: str) -> tuple[dict | None, dict]:
@@ -254,17 +258,21 @@ def training_of(source: str) -> tuple[dict | None, dict]:
     if settings.is_file():  # what save_pretrained wrote
         arguments = json.loads(settings.read_text())
         return objective_of_model(arguments.get("predict")), arguments
-    if weights_file(source).suffix != ".safetensors":
-        return None, {}
-    # Read the metadata alone: the filter takes no tensor.
-    _, metadata = read_safetensors(weights_file(source), lambda name: False)
-    config = metadata.get("config")
-    arguments = metadata.get("arguments")
-    if not isinstance(config, dict):
-        config = None
-    if not isinstance(arguments, dict):
-        return config, {}
-    return config, arguments_of(str(metadata.get("architecture")), arguments)
+    file = weights_file(source)
+    if file.suffix == ".safetensors":
+        # Read the metadata alone: the filter takes no tensor.
+        _, metadata = read_safetensors(file, lambda name: False)
+        config = metadata.get("config")
+        arguments = metadata.get("arguments")
+        if not isinstance(arguments, dict):
+            arguments = {}
+        if isinstance(config, dict):
+            return config, arguments_of(str(metadata.get("architecture")), arguments)
+    if is_jits(names_in(file)):
+        arguments = arguments_of("jit_base_patch16", {})
+        del arguments["class_tokens_start"]  # other sizes have another one, which no file says
+        return objective_of_model("x"), arguments
+    return None, {}
 
 
 def objective_of_model(predict: str | None) -> dict:

@@ -464,6 +464,11 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
     for name, value in flat(tree, keys):
         if name in found:  # for example as "model.depth", and as "depth" in section "model"
             raise ValueError(f"{where}: {name} is there twice; keep one of the two")
+        for other in found:
+            if name.startswith(f"{other}.") or other.startswith(f"{name}."):
+                raise ValueError(
+                    f"{where}: {name} and {other} set the same entry; keep one of the two"
+                )
         found.add(name)
         key_name = _key_of(name, keys)
         if key_name not in keys:

@@ -365,6 +365,6 @@ class ImageRunConfig(RunConfig):
             return {(model.convert or {}).get("router") or "moh"}
         if model.router:
             return {model.router}
-        if model.name.startswith(("dit_", "sit_", "transnext_")):
+        if model.name.startswith(("dit_", "sit_", "jit_", "transnext_")):
             return {"dense"}
         return {"moh"}

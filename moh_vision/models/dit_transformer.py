@@ -549,8 +549,8 @@ def check_arguments(config) -> None:
             )
     if config.swiglu_mlp and config.mlp_budget is not None:
         raise ValueError(
-            f"mlp_budget {config.mlp_budget!r}: groups are of two linear layers around an activation, not of a SwiGLU "
-            "(swiglu_mlp)"
+            f"mlp_budget {config.mlp_budget!r}: groups are of two linear layers around an activation, not of a SwiGLU; "
+            "swiglu_mlp false has them"
         )
     if config.scope != "sample" and config.route_by != "condition":
         raise ValueError(

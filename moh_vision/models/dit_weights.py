@@ -1,6 +1,7 @@
 """Translate the weights of diffusers' DiT, of SiT and of JiT, and the configuration of diffusers' DiT, into ours."""
 
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     """
     if any(name.startswith("transformer_blocks.") for name in state_dict):
         state = _from_diffusers(state_dict, model)
-    elif any(name.endswith("x_embedder.proj1.weight") for name in state_dict):
+    elif is_jits(state_dict):
         state = _from_jit(state_dict)
     else:
         state = rename_routers(state_dict)
@@ -59,6 +60,11 @@ def _velocity_alone(state: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
             by_channel = state[name].unflatten(0, (-1, 2 * channels))  # [p * p, 2 * channels, ...]
             state[name] = by_channel[:, :channels].flatten(0, 1)
     return state
+
+
+def is_jits(names: Iterable[str]) -> bool:
+    """Return whether tensors with these names are in the layout of JiT's released code."""
+    return any(name.endswith("x_embedder.proj1.weight") for name in names)
 
 
 def _from_jit(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

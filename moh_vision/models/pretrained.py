@@ -152,8 +152,19 @@ def load_source(
 
 def outline_of(source: str, wing: str) -> nn.Module | None:
     """Return the model that a source of weights is of, without its weights; None: the source does not say which."""
+    path = Path(source.removeprefix("local-dir:"))
     try:
-        name, arguments, _ = of_source(source, wing)
+        metadata = {}
+        if path.exists() and tensor_files(weights_file(str(path))):
+            # Read the metadata alone: the filter takes no tensor.
+            _, metadata = read_safetensors(weights_file(str(path)), lambda name: False)
+        if "architecture" in metadata:
+            name = metadata["architecture"]
+            arguments = metadata["arguments"]
+        elif path.is_file():
+            return None
+        else:
+            name, arguments, _ = of_source(source, wing)
         with torch.device("meta"):
             return create(name, wing, **arguments)
     except Exception:  # files of others may hold anything
@@ -277,6 +288,8 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
         if key[0] != "_" and key not in sizes:
             arguments[timm_names.get(key, key)] = value
     refuse_fetch(arguments, "its config.json")
+    # A run replaces it by the side of its data; until then the patches must fit.
+    arguments["img_size"] = settings.get("sample_size")
     # The arguments replace all those of this variant.
     names = {"sit": "sit_small_patch2", "jit": "jit_base_patch16"}
     return names.get(arguments.get("compat"), "dit_small_patch2"), arguments, {}

@@ -140,6 +140,17 @@ def kind_in(file: Path, weights: str = "ema") -> str | None:
     return "model"
 
 
+def names_in(file: Path) -> list[str]:
+    """Return the names of the tensors in a .safetensors or pickled file, without reading the tensors."""
+    if file.suffix == ".safetensors":
+        return list(TensorFiles(file).shapes)
+    content = _unpickled(file, mmap=zipfile.is_zipfile(file))
+    key = _state_key(content, "ema")
+    if key is not None:
+        content = content[key]
+    return list(content) if isinstance(content, dict) else []
+
+
 def _unpickled(file: Path, mmap: bool = False):
     refuse_unpacking(file)
     try:

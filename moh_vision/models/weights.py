@@ -129,9 +129,8 @@ def name_problem(name: str, wing: str | None) -> str:
             problem += "; a dense ViT is moh_vit_* with model.router dense"
     else:
         return ""
-    sizes = dict(
-        s="small", b="base", l="large", xl="xlarge", h="huge"
-    )  # DiT-S/2 is dit_small_patch2
+    # DiT-S/2 is dit_small_patch2.
+    sizes = dict(s="small", b="base", l="large", xl="xlarge", h="huge")
     asked = re.sub(r"-(s|b|l|xl|h)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
     return f"{problem}, {closest(asked, fitting)}"
 

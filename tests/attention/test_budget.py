@@ -12,7 +12,7 @@ from moh_vision.attention import (
     head_budget,
     resolve_budget,
 )
-from moh_vision.attention.budget import BudgetError, change_budget
+from moh_vision.attention.budget import BudgetError, change_budget, naming, parse_share
 from tests.support.refusals import refuse
 
 
@@ -207,3 +207,11 @@ REFUSED = [
 @pytest.mark.parametrize("spec, layers, words", REFUSED, ids=[row[2] for row in REFUSED])
 def test_routed_heads_refused(spec, layers, words):
     refuse(words, change_budget, spec, layers)
+
+
+def test_a_budget_of_groups_speaks_of_groups_and_leaves_what_was_given():
+    with pytest.raises(BudgetError) as raised, naming("mlp_budget"):
+        parse_share("head:0.5")
+    words = str(raised.value)
+    assert words.startswith("mlp_budget 'head:0.5' is not understood")
+    assert "share of shared groups" in words and "share of shared groups" in raised.value.reason

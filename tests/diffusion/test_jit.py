@@ -16,6 +16,7 @@ import moh_vision
 from moh_vision.common.seeds import derive_seed
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
 from moh_vision.models import dit
+from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import init_from
 from tests.support.jit_equations import CLASSES, SIZES, predicted_image, published_weights
 from tests.support.pictures import write_folder
@@ -169,24 +170,63 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     )
 
 
-def test_a_line_says_if_weights_begin_in_another_time(file, small_variant, tmp_path, capsys):
-    """The file says nothing, and is taken for a JiT's if the model is one; a run and a name say what they are."""
-    photos = write_folder(tmp_path / "photos", size=(8, 8))
-    name = ["--model.name", "jit_base_patch16"]
-    run_of(name, tmp_path / "jit", 1, photos, "--init-from", file)
-    said = capsys.readouterr().out
-    assert "was trained with" not in said
-    assert "y_embedder.embedding_table.weight is made anew" in said  # 5 classes, not 2
-    trained, arguments = train.training_of(str(tmp_path / "jit"))
-    assert train.objective_said(trained, arguments["compat"]) == "flow (in JiT's time)"
-    trained, arguments = train.training_of("jit_large_patch16")
-    assert train.objective_said(trained, arguments["compat"]) == "flow (in JiT's time)"
-    options = ["--model.name", "dit_small_patch2", "--model.kwargs", str(BLOCK)]
+def dit_with_jits_layers(**changed):
+    options = ["--model.name", "dit_small_patch2", "--model.kwargs", str(BLOCK | changed)]
     for key in ("embed_dim", "depth", "num_heads", "patch_bottleneck"):
         options.append(f"--model.{key}={SIZES[key]}")
-    run_of(options, tmp_path / "other", 1, photos, "--init-from", tmp_path / "jit")
+    return options
+
+
+JITS = "objective flow (in JiT's time), this run with flow (predict x)"
+# Weights, model -> what the run says of the weights.
+ORIGINS = {
+    "file, JiT": ("file", ["--model.name", "jit_base_patch16"], []),
+    "file, DiT": ("file", dit_with_jits_layers(), [JITS]),
+    "run, JiT": ("run", ["--model.name", "jit_base_patch16"], []),
+    "run, DiT": ("run", dit_with_jits_layers(), [JITS]),
+    "run, other blocks": (
+        "run",
+        ["--model.name", "jit_base_patch16", "--model.kwargs.class_tokens_start", "0"],
+        ["class_tokens_start 1, this run with 0 (model.kwargs)"],
+    ),
+    "file, no rotation": (
+        "file",
+        ["--model.name", "jit_base_patch16", "--model.kwargs.use_rot_pos_emb", "false"],
+        ["use_rot_pos_emb true, this run with false (model.kwargs)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_a_line_says_if_weights_are_of_another_training(
+    case, file, small_variant, tmp_path, capsys
+):
+    kind, model, lines = ORIGINS[case]
+    photos = write_folder(tmp_path / "photos", size=(8, 8))
+    source = file
+    if kind == "run":
+        source = tmp_path / "jit"
+        run_of(["--model.name", "jit_base_patch16"], source, 1, photos)
+    capsys.readouterr()
+    run_of(model, tmp_path / "run", 1, photos, "--init-from", source)
     said = capsys.readouterr().out
-    assert "was trained with objective flow (in JiT's time), this run with flow (predict x)" in said
+    assert re.findall("was trained with (.*)", said) == lines
+    # The file has 5 classes, the photos 2.
+    assert ("y_embedder.embedding_table.weight is made anew" in said) == (kind == "file")
+
+
+def test_a_name_says_its_objective():
+    trained, arguments = train.training_of("jit_large_patch16")
+    assert train.objective_said(trained, arguments["compat"]) == "flow (in JiT's time)"
+
+
+def test_a_saved_model_of_any_size_is_a_source(tmp_path):
+    """The patches must fit its own images, not those of the variant."""
+    timm.create_model(
+        "jit_base_patch16", **SIZES | dict(patch_size=6, img_size=24)
+    ).save_pretrained(tmp_path)
+    name, arguments, _ = of_source(str(tmp_path), "diffusion")
+    assert timm.create_model(name, **arguments).config.sample_size == 24
 
 
 def test_an_image_alone_is_predicted(file, tmp_path, capsys):
@@ -202,7 +242,7 @@ def test_an_image_alone_is_predicted(file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, near", [("JiT-B/16", "jit_base_patch16"), ("JiT-H/32", "jit_huge_patch32")]
+    "name, near", [("JiT-B/16", "jit_base_patch16"), ("JiT-H/16", "jit_huge_patch16")]
 )
 def test_a_name_that_a_reader_would_type(capsys, tmp_path, name, near):
     argv = ["--data.root", "digits", "--output", tmp_path / "run", "--model.name", name]

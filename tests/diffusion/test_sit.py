@@ -232,6 +232,13 @@ def test_a_line_says_if_weights_begin_in_another_time(digits, tmp_path, capsys):
     assert said("back", "sit_small_patch2", tmp_path / "dit") == backwards
 
 
+def test_rotary_positions_that_sits_file_lacks_are_said(digits, tmp_path, capsys):
+    options = [*FLOW, "--model.num_heads", 4, "--model.kwargs.use_rot_pos_emb", "true"]
+    train.main(arguments("dit", tmp_path / "run", 1, 1, *options, "--init-from", digits[0]))
+    said = re.findall("was trained with (.*)", capsys.readouterr().out)
+    assert said == ["use_rot_pos_emb false, this run with true (model.kwargs)"]
+
+
 def test_what_is_left_out_is_said_and_files_of_repa_are_refused(file, tmp_path):
     said = []
     model = timm.create_model("sit_small_patch2", **DENSE)

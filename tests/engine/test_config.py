@@ -4,6 +4,7 @@ import shlex
 from operator import attrgetter
 
 import pytest
+import timm
 import yaml
 
 from moh_vision.attention import head_budget
@@ -410,6 +411,24 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     )
     config = parse("--config", str(tmp_path / "third.yaml"), "--model.kwargs.c.d", "3")
     assert config.model.kwargs == {"a": 1, "b": 1, "c": {"d": 3}}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    ["kwargs.a: 1, kwargs: {b: 2}", "kwargs: {b: 2}, kwargs.a: 1", "kwargs.a: 1, kwargs.a.b: 2"],
+)
+def test_a_file_sets_an_entry_of_a_mapping_once(tmp_path, entries):
+    """Which of the two is meant would follow from their order, which YAML says means nothing."""
+    (tmp_path / "c.yaml").write_text(f"model: {{{entries}}}\n")
+    refuse("set the same entry; keep one of the two", parse, "--config", str(tmp_path / "c.yaml"))
+
+
+def test_dense_families_have_no_routers():
+    """Keys of routers are then refused."""
+    families = [name for name in timm.list_models(module="dit") if not name.startswith("moh_")]
+    for name in families:
+        config = parse("--model.name", name, config_class=DitConfig)
+        assert config.routers() == {"dense"}, name
 
 
 def test_options_win_over_files_wherever_they_stand(tmp_path):

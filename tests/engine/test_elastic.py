@@ -104,7 +104,7 @@ BAD_RANGES = {
     "below the shared groups": (
         dict(scope="sample", head_budget=0.5, mlp_budget=0.9),
         (0.4, 1.0),
-        "mlp_budget 'ramp:0.4': .*; model.mlp_budget says how many groups are shared: give the smallest",
+        "mlp_budget 'ramp:0.4': the shared groups and .*; model.mlp_budget says how many groups are shared: give the smallest",
     ),
     "a layer without routed heads": (
         dict(head_budget=[[4, 1], [4, 4], [8, 0]]),

@@ -139,8 +139,6 @@ COUNTS = {
     "JiT-B/16": ("jit_base_patch16", {}, 131),
     "JiT-L/16": ("jit_large_patch16", {}, 459),
     "JiT-H/16": ("jit_huge_patch16", {}, 953),
-    "JiT-B/32": ("jit_base_patch32", {}, 133),
-    "JiT-H/32": ("jit_huge_patch32", {}, 956),
     "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 675),
 }
 
