@@ -235,10 +235,10 @@ def say_other_training(config: DitConfig, model: nn.Module) -> None:
     if model.config.class_tokens:
         unseen["class_tokens_start"] = model.config.class_tokens_start
     for key, otherwise in unseen.items():
-        value = str(arguments.get(key, otherwise)).lower()
-        own = str(model.config[key]).lower()
-        if value != own:
-            say(f"{origin} was trained with {key} {value}, this run with {own} (model.kwargs)")
+        before = str(arguments.get(key, otherwise)).lower()
+        now = str(model.config[key]).lower()
+        if before != now:
+            say(f"{origin} was trained with {key} {before}, this run with {now} (model.kwargs)")
 
 
 def training_of(source: str) -> tuple[dict | None, dict]:
