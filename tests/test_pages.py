@@ -392,6 +392,7 @@ def stand_ins(trained, tmp_path_factory):
         shutil.copytree(trained(name.replace("other", "cls"), 2, *data, *more), root / name)
     groups = ("--model.mlp_budget", 0.5, "--model.scope", "sample")
     shutil.copytree(trained("dit", 2, *data, *groups), root / "groups")
+    shutil.copytree(trained("dit", 2, *data, "--objective", "flow"), root / "flow")
     encode = (
         f"latents --vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4"
     )
@@ -428,6 +429,8 @@ def stand_ins(trained, tmp_path_factory):
 def filled(name, words, places):
     """The options of a command with small things in place of its placeholders, and options that make it small."""
     dit = str(places["folder"] / "dit")
+    if "heun" in words:  # a sampler of flows
+        dit = str(places["folder"] / "flow")
     run = dit if name.startswith("moh_vision.diffusion") else str(places["folder"] / "cls")
     given = {word.replace("_", "-") for word in words}
     more = MORE.get(name, "")
