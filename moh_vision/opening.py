@@ -11,7 +11,7 @@ from moh_vision.common.io import run_of
 from moh_vision.common.wings import WINGS
 from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
 from moh_vision.engine.opened import Opened
-from moh_vision.models.weight_files import read_safetensors
+from moh_vision.models.weight_files import read_metadata
 from moh_vision.models.weights import image_models
 
 
@@ -104,7 +104,7 @@ def _wing_of(path: str | Path, options: Sequence[str], saved: SavedConfig | None
             return "diffusion"
         return "classification"  # timm
     if path.is_file() and path.suffix == ".safetensors":
-        config = read_safetensors(path, lambda name: False)[1].get("config")
+        config = read_metadata(path).get("config")
         if config is not None:
             return _said(path, config)
     name = path.name

@@ -36,7 +36,7 @@ from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.velocity import FROM_NOISE
-from moh_vision.models.weight_files import names_in, read_safetensors, weights_file
+from moh_vision.models.weight_files import names_in, read_metadata, weights_file
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -260,8 +260,7 @@ def training_of(source: str) -> tuple[dict | None, dict]:
         return objective_of_model(arguments.get("predict")), arguments
     file = weights_file(source)
     if file.suffix == ".safetensors":
-        # Read the metadata alone: the filter takes no tensor.
-        _, metadata = read_safetensors(file, lambda name: False)
+        metadata = read_metadata(file)
         config = metadata.get("config")
         arguments = metadata.get("arguments")
         if not isinstance(arguments, dict):

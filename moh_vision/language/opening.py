@@ -17,7 +17,7 @@ from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import perplexity, routed_losses
 from moh_vision.language.models.weights import saved_model, task_for, text_from_run
-from moh_vision.models.weight_files import read_safetensors, weights_file
+from moh_vision.models.weight_files import read_metadata, weights_file
 
 
 class OpenedText(Opened):
@@ -133,8 +133,6 @@ def open_run(
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    _, stored = read_safetensors(
-        file, lambda name: False
-    )  # reads the metadata alone: the filter takes no tensor
+    stored = read_metadata(file)
     metadata = {"architecture": config.model.name, **stored, "weights": str(file)}
     return OpenedText(config, text_from_run(file).to(device or "cpu"), metadata)

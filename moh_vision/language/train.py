@@ -106,9 +106,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
             fresh = init_text(model, config.init_from, fingerprints)
         if fresh:
             say(f"init_from: {len(fresh)} router tensors start fresh")
-        trained = outline_of(config.init_from)
-        if trained is not None:
-            say_other_heads(model, config.init_from, trained, say)
+        say_other_heads(model, config.init_from, outline_of(config.init_from), say)
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)

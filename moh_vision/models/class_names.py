@@ -9,7 +9,7 @@ from timm.utils.misc import natural_key
 
 from moh_vision.common.errors import reason_of
 from moh_vision.common.io import class_names, composed
-from moh_vision.models.weight_files import read_safetensors
+from moh_vision.models.weight_files import read_metadata
 
 
 def listed(names: Any, where: str) -> list[str] | None:
@@ -33,7 +33,7 @@ def saved_with(file: Path) -> list[str] | None:
     None: there are no names.
     """
     if file.suffix == ".safetensors":
-        names = read_safetensors(file, lambda name: False)[1].get("classes")
+        names = read_metadata(file).get("classes")
         if names:
             return listed(names, f"{file}: classes in its metadata")
     timm_config = file.parent / "config.json"

@@ -21,7 +21,7 @@ from moh_vision.common.errors import closest, reason_of
 from moh_vision.common.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
-from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
+from moh_vision.models.weight_files import read_metadata, weights_file, weights_said
 from moh_vision.models.weights import (
     advise_on_model_name,
     check_name,
@@ -54,7 +54,7 @@ def name_and_arguments(config, wing: str, fresh: bool = False) -> tuple[str, dic
     check_options(section, options)
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
-        _, metadata = read_safetensors(saved, lambda name: False)
+        metadata = read_metadata(saved)
         saved_config = metadata.get("config") or {}
         if saved_config.get("model", {}).get("pretrained") == section.pretrained:
             return metadata["architecture"], metadata["arguments"]
@@ -140,9 +140,7 @@ def load_source(
         if path.exists():
             say(f"{key}: weights of {weights_said(weights_file(str(path)))}")
     if config.init_from:
-        trained = outline_of(config.init_from, wing)
-        if trained is not None:
-            say_other_heads(model, config.init_from, trained, say)
+        say_other_heads(model, config.init_from, outline_of(config.init_from, wing), say)
     asked = f"calibrate_images {config.calibrate_images}"
     if config.calibrate_images and not dense:
         raise ValueError(f"{asked}: the routers of {key} are trained already")
@@ -155,9 +153,10 @@ def outline_of(source: str, wing: str) -> nn.Module | None:
     path = Path(source.removeprefix("local-dir:"))
     try:
         metadata = {}
-        if path.exists() and tensor_files(weights_file(str(path))):
-            # Read the metadata alone: the filter takes no tensor.
-            _, metadata = read_safetensors(weights_file(str(path)), lambda name: False)
+        if path.exists():
+            file = weights_file(str(path))
+            if tensor_files(file):
+                metadata = read_metadata(file)
         if "architecture" in metadata:
             name = metadata["architecture"]
             arguments = metadata["arguments"]

@@ -9,7 +9,7 @@ from timm.models import register_model, resolve_pretrained_cfg
 from torch import nn
 
 from moh_vision.models.head_budgets import recorded_budget, set_head_budget
-from moh_vision.models.weight_files import read_safetensors
+from moh_vision.models.weight_files import read_metadata
 
 
 def register_variants(
@@ -74,5 +74,5 @@ def trained_budget(variant: str, kwargs: dict) -> dict[str, Any]:
     )
     if cfg.file is None or not str(cfg.file).endswith(".safetensors"):
         return {}
-    _, metadata = read_safetensors(Path(cfg.file), lambda name: False)
+    metadata = read_metadata(Path(cfg.file))
     return recorded_budget(metadata.get("arguments"))

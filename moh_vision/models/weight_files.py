@@ -120,6 +120,12 @@ def read_safetensors(
     return state, opened.metadata
 
 
+def read_metadata(file: Path) -> dict:
+    """Read the JSON metadata of a .safetensors file alone; see `read_safetensors`."""
+    _, metadata = read_safetensors(file, lambda name: False)  # the filter takes no tensor
+    return metadata
+
+
 def weights_said(file: str | Path, weights: str = "ema") -> str:
     """Return the name of a weights file, followed by the result of `kind_in` in brackets, if it has one."""
     held = kind_in(Path(file), weights)

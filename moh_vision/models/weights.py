@@ -391,7 +391,7 @@ def init_from(
 
 
 def say_other_heads(
-    model: nn.Module, source: str, trained: nn.Module, say: Callable[[str], None]
+    model: nn.Module, source: str, trained: nn.Module | None, say: Callable[[str], None]
 ) -> None:
     """Tell the user if `init_from` has loaded weights of layers with other numbers of heads than the model's.
 
@@ -400,9 +400,11 @@ def say_other_heads(
     Args:
         model: has the weights.
         source: where they are from, for the line.
-        trained: the model that they were trained in; its own weights are not used.
+        trained: the model that they were trained in; its own weights are not used. None: the source does not say which.
         say: called with the line.
     """
+    if trained is None:
+        return
     theirs = [layer.num_heads for layer in attention_layers(trained)]
     ours = [layer.num_heads for layer in attention_layers(model)]
     if theirs != ours:

@@ -14,13 +14,14 @@ import torch
 
 import moh_vision
 from moh_vision.common.seeds import derive_seed
-from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
+from moh_vision.diffusion import sample, train
 from moh_vision.models import dit
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import init_from
 from tests.support.jit_equations import CLASSES, SIZES, predicted_image, published_weights
 from tests.support.pictures import write_folder
 from tests.support.refusals import refuse, refused
+from tests.support.sampling import draws_the_same_when_converted
 from tests.support.small_runs import same, whole_and_resumed
 
 STEPS = 5
@@ -124,18 +125,7 @@ def test_what_the_model_saves_is_read_back(file, tmp_path):
 
 
 def test_converted_with_all_heads_it_draws_the_same_images(file):
-    model = jit(file)
-
-    def images():
-        pipe = MoHDiTPipeline(model, make_scheduler("heun", 4, False, False))
-        draw = dict(num_inference_steps=4, guidance_scale=2.0, output_type="latent")
-        return pipe([0, 3], generator=torch.Generator().manual_seed(0), **draw).images
-
-    want = images()
-    assert moh_vision.convert(model, router="moh") is model
-    assert torch.equal(images(), want)
-    moh_vision.set_head_budget(model, 0.5)
-    assert (images() - want).abs().max() > 1e-3
+    draws_the_same_when_converted(jit(file))
 
 
 FLOW = "--objective flow --flow.predict x --data.img_size 8 --data.workers 0 --optim.batch_size 2".split()

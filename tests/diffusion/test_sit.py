@@ -22,7 +22,12 @@ from moh_vision.models import dit
 from moh_vision.models.weights import init_from
 from tests.support.official_dit import CLASSES, DENSE, official_forward, official_weights
 from tests.support.refusals import refuse, refused
-from tests.support.sampling import JUDGE, JUDGE_SIZES, exported
+from tests.support.sampling import (
+    JUDGE,
+    JUDGE_SIZES,
+    draws_the_same_when_converted,
+    exported,
+)
 from tests.support.small_runs import arguments, logged, same, whole_and_resumed
 from tests.support.tiny_dit import awake
 from tests.support.tiny_vae import save_tiny_vae
@@ -135,18 +140,7 @@ def test_files_of_either_layout_and_what_the_model_saves(weights, file, tmp_path
 
 
 def test_converted_with_all_heads_it_draws_the_same_images(file):
-    model = sit(file)
-    draw = dict(num_inference_steps=4, guidance_scale=2.0, output_type="latent")
-
-    def images():
-        pipe = MoHDiTPipeline(model, make_scheduler("heun", 4, False, False))
-        return pipe([0, 3], generator=torch.Generator().manual_seed(0), **draw).images
-
-    want = images()
-    assert moh_vision.convert(model, router="moh") is model
-    assert torch.equal(images(), want)
-    moh_vision.set_head_budget(model, 0.5)
-    assert (images() - want).abs().max() > 1e-3
+    draws_the_same_when_converted(sit(file))
 
 
 @pytest.fixture(scope="module")

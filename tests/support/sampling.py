@@ -2,8 +2,9 @@
 
 import torch
 
+import moh_vision
 from moh_vision.common.seeds import derive_seed
-from moh_vision.diffusion import sample
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.models.weights import create
 from tests.support import refusals
@@ -64,3 +65,18 @@ def classifier_in(folder):
     torch.manual_seed(6)
     exported(folder, JUDGE, ["x", "y"], img_size=4, patch_size=2, in_chans=3, **JUDGE_SIZES)
     return folder
+
+
+def draws_the_same_when_converted(model):
+    """Check that a dense model of a flow, converted, draws its images with all heads, and others with half of them."""
+
+    def images():
+        pipe = MoHDiTPipeline(model, make_scheduler("heun", 4, False, False))
+        draw = dict(num_inference_steps=4, guidance_scale=2.0, output_type="latent")
+        return pipe([0, 3], generator=torch.Generator().manual_seed(0), **draw).images
+
+    want = images()
+    assert moh_vision.convert(model, router="moh") is model
+    assert torch.equal(images(), want)
+    moh_vision.set_head_budget(model, 0.5)
+    assert (images() - want).abs().max() > 1e-3

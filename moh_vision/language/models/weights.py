@@ -21,7 +21,7 @@ from moh_vision.language.models.base import MODELS
 from moh_vision.language.models.configs import MOH_FIELDS
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.llama.model import FAMILIES, convert_llama
-from moh_vision.models.weight_files import read_safetensors, weights_file
+from moh_vision.models.weight_files import read_metadata, read_safetensors, weights_file
 from moh_vision.models.weights import refuse_other_shapes
 
 
@@ -186,7 +186,7 @@ def text_from_run(file: Path) -> nn.Module:
     """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
     run = run_of(file)
     model = as_saved(run)
-    _, metadata = read_safetensors(file, lambda name: False)
+    metadata = read_metadata(file)
     if init_text(model, str(file), metadata["vocabularies"]):
         raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
     return model.eval()
