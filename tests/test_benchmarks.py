@@ -112,6 +112,13 @@ def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monk
     )
 
 
+@pytest.mark.slow
+def test_the_time_of_an_export_is_over_that_of_the_dense_twin(run, monkeypatch):
+    monkeypatch.setattr(benchmark("export_seconds"), "ROUNDS", 1)
+    monkeypatch.setattr(benchmark("export_seconds"), "FAMILIES", ("vit_base",))
+    assert "| vit_base | " in run("export_seconds", "")[1].out
+
+
 def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
     make_executor = HeadMixtureAttention.make_executor
 

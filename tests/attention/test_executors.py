@@ -563,6 +563,9 @@ def test_compiled_and_exported_with_a_dynamic_batch(router):
     )
     x = torch.randn(5, N, C)
     assert "moh_vision" not in str(program.graph)  # operators that are not where it will run
+    assert "autocast" not in str(
+        program.graph
+    )  # each region would slow the export of a large model
     for run in (program.module(), compiled):
         torch.testing.assert_close(run(x)[0], layer(x)[0])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import kernels
-from moh_vision.attention.linear import cast_bias, in_float
+from moh_vision.attention.linear import cast_bias, in_float, without_autocast
 from moh_vision.attention.routing import Call
 
 
@@ -194,7 +194,7 @@ class GatheredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # consists of differentiable operations, for gradients of gradients
         x, weight, rows = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dx = torch.bmm(grad, gather(weight, rows, ctx.dim))
             parts = torch.bmm(grad.mT, x)  # [S, O, I], the gradient of the gathered weights
             # Sum the gradients of each head over sequences by a product with a matrix of 0 and 1: it accumulates in float32

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention.kernels import eager
+from moh_vision.attention.linear import without_autocast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # largest head width of Triton's kernels
@@ -75,7 +76,7 @@ def differentiable_gradients(
     oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list
 ) -> list[Tensor | None]:
     """Compute the gradients of the oracle at `inputs`, with a graph, so that autograd can differentiate them again."""
-    device = next(value.device for value in inputs if isinstance(value, Tensor))
+    any_tensor = next(value for value in inputs if isinstance(value, Tensor))
     inputs = list(inputs)
     indices = []  # indices of the inputs that require a gradient
     wanted = []  # these inputs
@@ -85,7 +86,7 @@ def differentiable_gradients(
             inputs[i] = value.view_as(value)
             indices.append(i)
             wanted.append(inputs[i])
-    with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+    with without_autocast(any_tensor), sdpa_kernel(SDPBackend.MATH):
         outputs = oracle(*inputs)
     differentiable = []
     their_grads = []

@@ -10,7 +10,7 @@ import torch.fx
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.linear import cast_bias, in_float
+from moh_vision.attention.linear import cast_bias, in_float, without_autocast
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 # fx records a call of this function and does not trace into it, because it branches on a shape, which is a proxy then.
@@ -185,7 +185,7 @@ class FloatLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         # The caller of backward may have enabled autocast.
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dx = grad @ weight.float()
             dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
         return dx.to(x.dtype), dweight.to(weight.dtype)
@@ -194,11 +194,9 @@ class FloatLinear(torch.autograd.Function):
 def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b in float32 or wider, also under autocast, because rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.is_meta:  # torch.autocast does not accept the meta device
-        return F.linear(x.to(dtype), weight.to(dtype), cast_bias(bias, dtype))
     # A compiler chooses itself what it saves for backward, and a traced graph cannot contain a function in Python.
     captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if x.dtype != dtype and bias is None and not captured:
             return FloatLinear.apply(x, weight)
         return F.linear(x.to(dtype), weight.to(dtype), cast_bias(bias, dtype))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moh_vision.attention.kernels.gpu import route
+from moh_vision.attention.linear import without_autocast
 
 
 def forward(
@@ -36,7 +37,7 @@ def forward(
     Returns:
         The product [B, N, O], and what `route.forward` returns.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         product = F.linear(x, weight, bias)
     router = (candidates, shared, routed, gate_form, padding)
     routed_heads = route.forward(exact, router_weight, *router)
@@ -75,7 +76,7 @@ def backward(
         if bias is not None:
             dbias = weight.new_zeros(bias.shape)
         return dx, torch.zeros_like(weight), dbias, drouter
-    with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
+    with without_autocast(x):  # backward may be called under it
         grad = dproduct.flatten(0, 1)
         dx.view(-1, dx.shape[-1]).addmm_(grad, weight)
         dweight = grad.t() @ x.flatten(0, 1)
