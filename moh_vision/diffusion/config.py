@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from moh_vision.common.errors import nearest
 from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
-from moh_vision.diffusion.schedulers import sampler_for
+from moh_vision.diffusion.schedulers import sampler_for, sampler_in_words
 from moh_vision.engine.config import (
     MAX_SEED,
     HeadBudgets,
@@ -19,7 +19,7 @@ from moh_vision.engine.config import (
 )
 from moh_vision.engine.keys import Section, key
 
-Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
+Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "dopri5", "sde", "sit-sde"]
 Classes = list[str] | None  # as text, so that a class with the name 007 is not taken for number 7
 DRAWS = "num_images!=0"  # the condition of keys that only have an effect if images are drawn
 # The keys that --protocol sets; other values of these keys are refused. "adm" is how DiT and MoH-DiT draw the images
@@ -115,7 +115,7 @@ class DrawConfig(Guided, needs=".every", free=True):
     """Number of images; image i has class i modulo the number of classes."""
     sampler: Sampler | None = key(None)
     """Sampler, as in sample.py; left out: "ddim", or with objective flow "euler"."""
-    steps: int = key(50, ge=1, le=1000)
+    steps: int = key(50, ge=1, le=1000, needs=".sampler!=dopri5")
     """Denoising steps."""
     cfg_scale: float = key(1.5, ge=0)
     """Scale of classifier-free guidance; 1: none."""
@@ -296,9 +296,9 @@ class SampleConfig(Guided):
     """"balanced": the classes in turn; "random": drawn from (seed, i); left out: random where the reference holds ADM's
     statistics, else balanced."""
     sampler: Sampler | None = key(None)
-    """"ddpm" (left out), "ddim" or "dpm-solver++"; of a model trained with objective flow "sde" (left out), "euler" or
-    "heun"."""
-    steps: int = key(250, ge=1, le=1000)
+    """"ddpm" (left out), "ddim" or "dpm-solver++"; of a model trained with objective flow "sde" (left out), "sit-sde",
+    "euler", "heun" or "dopri5", which chooses its own steps."""
+    steps: int = key(250, ge=1, le=1000, needs="sampler!=dopri5")
     """Denoising steps."""
     cfg_scale: float = key(1.0, ge=0, needs=DRAWS)
     """Scale of classifier-free guidance; 1: none."""
@@ -314,7 +314,8 @@ class SampleConfig(Guided):
     cfg_interval: tuple[float, float] = key(
         (0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide"
     )
-    """Classifier-free guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
+    """Guidance is applied strictly between these fractions of the timesteps, from 0 (clean) to 1 (noise); 0 and 1
+    themselves are no bounds."""
     seed: int = key(0, ge=0, le=MAX_SEED, needs=DRAWS)
     """The noise of image i depends on (seed, i) alone."""
     batch_size: int = key(100, ge=1, needs=DRAWS)
@@ -332,10 +333,10 @@ class SampleConfig(Guided):
     """PNG with one class a row: those of `classes`, or the first ten."""
     grid_columns: int = key(10, ge=1, needs="grid")
     """Images a row."""
-    denoising: str | None = key(None, ends=(".png", ".gif"))
+    denoising: str | None = key(None, ends=(".png", ".gif"), needs="sampler!=dopri5")
     """What the sampler holds after some of its steps, of the first eight images: .png, an image a row and eight moments;
     .gif, an animation."""
-    head_load: str | None = key(None)
+    head_load: str | None = key(None, needs="sampler!=dopri5")
     """JSON of which heads the tokens of each class and timestep ran, for `python -m moh_vision head-load`."""
     score: str | None = key(None)
     """The reference: a folder of images, a .npz (images, or ADM's or saved statistics), or a data set as in
@@ -353,6 +354,11 @@ class SampleConfig(Guided):
     """Where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json)."""
     overwrite: bool = key(False)
     """Replace what is at the output paths; in a folder the samples that sample.py wrote there, other files stay."""
+
+    @property
+    def sampler_in_words(self) -> str:
+        """The sampler and its steps in words."""
+        return sampler_in_words(self.sampler, self.steps)
 
     def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():

@@ -59,7 +59,12 @@ def draw_time(
         t = rng.random()
     else:
         t = 1 / (1 + math.exp(-location - spread * rng.standard_normal()))
-    return np.float32(NUM_TIMESTEPS * (shift * t / (1 + (shift - 1) * t)))  # Esser 2024, eq. 23
+    return np.float32(NUM_TIMESTEPS * shifted(t, shift))
+
+
+def shifted(t, shift: float):
+    """Return times of a flow, moved towards the noise (Esser 2024, eq. 23); 1 / shift is the inverse of shift."""
+    return shift * t / (1 + (shift - 1) * t)
 
 
 class FlowMatchingLoss(nn.Module):

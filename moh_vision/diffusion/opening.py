@@ -45,7 +45,7 @@ class OpenedDiffusion(Opened):
     kind = "diffusion"
     loss_name = "diffusion loss at fixed timesteps and noise"
     scored_on = (  # a format string, see `Opened`
-        "{c.num_images} samples, {c.sampler} {c.steps} steps, {c.guidance}; reference {c.score}"
+        "{c.num_images} samples, {c.sampler_in_words}, {c.guidance}; reference {c.score}"
     )
 
     @cached_property

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moh_vision.common.io import write_whole
 
-# diffusers needs the import of flow_sde: it finds schedulers only in modules that are imported.
-from moh_vision.diffusion import flow_sde, sampling, schedulers  # noqa: F401
+# diffusers needs the imports of flow_ode and flow_sde: it finds schedulers only in modules that are imported.
+from moh_vision.diffusion import flow_ode, flow_sde, sampling, schedulers  # noqa: F401
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance
@@ -126,7 +126,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             class_labels: B class numbers or names. The number num_classes (0 for a model without classes) draws
                 without a class; it needs guidance_scale 1.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
-            num_inference_steps: steps of the scheduler.
+            num_inference_steps: steps of the scheduler; without effect for "dopri5", which chooses its own.
             generator: one generator per image, for all noise of that image; or a single one (None: torch's default),
                 from which each image in turn draws a seed, so that image i does not depend on how many follow. Equal
                 noise gives equal bits at equal batch size.
@@ -164,7 +164,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         guided = guidance.around(
             self._predict(on_routing), labels, self.transformer.config.num_classes, weak
         )
-        with self.progress_bar(total=len(scheduler.timesteps)) as bar:
+        with self._step_bar(schedulers.step_count(scheduler)) as bar:
             on_step = partial(
                 self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs
             )
@@ -206,6 +206,12 @@ class MoHDiTPipeline(DiffusionPipeline):
             return out
 
         return predict
+
+    def _step_bar(self, steps: int | None):
+        """Return a progress bar of diffusers; `steps` None: of an unknown number of steps."""
+        if steps is None:
+            return self.progress_bar(iter(()))  # diffusers asks for a total or an iterable
+        return self.progress_bar(total=steps)
 
     def _after_step(
         self, bar, callback: Callable | None, names: Sequence[str], step: int, t: Tensor, x: Tensor

@@ -17,7 +17,12 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels
 from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.sampling import Guidance, sample_images, to_uint8, weak_predict
-from moh_vision.diffusion.schedulers import make_scheduler, sampler_for
+from moh_vision.diffusion.schedulers import (
+    make_scheduler,
+    sampler_for,
+    sampler_in_words,
+    step_count,
+)
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.ranks import attempt, by_main
 
@@ -126,14 +131,17 @@ class Samples:
             model.train(was_training)
 
     def announce(self, log, batches: int) -> Callable:
-        """Return an `on_step` that times the second step, and logs how long drawing takes if that is long."""
-        steps = len(self.scheduler.timesteps)
+        """Return an `on_step` that times the second step, and logs how long drawing takes if that is long.
+
+        Of a sampler that chooses its own steps nothing is logged: their number is not known.
+        """
+        steps = step_count(self.scheduler)
         step_ends: list[float] = []  # seconds
 
         def on_step(*_) -> None:
             step_ends.append(time.monotonic())
             # The first step warms up; from the third on there is nothing left to do.
-            if len(step_ends) != 2:
+            if steps is None or len(step_ends) != 2:
                 return
             seconds = (step_ends[1] - step_ends[0]) * steps * batches
             if seconds >= LONG:
@@ -160,7 +168,7 @@ class Previews(Samples):
             if log.enabled:
                 self._write(images, str(path))
                 log.pictures(loop.done, "samples", images)
-                sampling = f"{self.sampler}, {config.steps} steps, {config.guidance}"
+                sampling = f"{sampler_in_words(self.sampler, config.steps)}, {config.guidance}"
                 if loop.ema:
                     sampling = f"{sampling}, {loop.ema_name}"
                 log.say(f"preview ({sampling}): {path}")
@@ -226,7 +234,7 @@ class Scores(Samples):
         config = self.config
         sampling = dict(
             sampler=self.sampler,
-            steps=config.steps,
+            steps=None if step_count(self.scheduler) is None else config.steps,
             cfg_scale=config.cfg_scale,
             guide_channels=Guidance().guided(model.config.in_channels),
             seed=config.seed,

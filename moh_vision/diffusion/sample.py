@@ -39,6 +39,7 @@ from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
+from moh_vision.diffusion.schedulers import step_count
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
@@ -51,6 +52,7 @@ from moh_vision.models.weight_files import kind_in, weights_file
 
 NAME = "sample.py"
 WORTH_MEASURING = 60  # seconds that drawing must take
+ADAPTIVE_PASSES = 60  # assumed for a sampler that chooses its own steps
 # The keys that the images depend on.
 SAMPLING = (
     "sampler",
@@ -286,8 +288,7 @@ class Drawing:
         """Sampler, steps and guidance in words, for messages and records."""
         config = self.config
         low, high = config.cfg_interval
-        steps = self.pipe.scheduler.num_inference_steps
-        text = f"{config.sampler} {steps} steps, {config.guidance}"
+        text = f"{config.sampler_in_words}, {config.guidance}"
         is_guided = config.cfg_scale != 1 or config.guide
         if is_guided and (low, high) != (0, 1):
             text += f" between {low:g} and {high:g} of the timesteps"
@@ -298,6 +299,8 @@ class Drawing:
         config = self.config
         vae = self.pipe.vae
         sampling = {name: getattr(config, name) for name in SAMPLING}
+        if step_count(self.pipe.scheduler) is None:
+            sampling["steps"] = None
         sampling["ema"] = self.ema
         if config.classes is not None:
             sampling["classes"] = self.classes
@@ -353,7 +356,7 @@ class Drawing:
         if todo:
             seconds_of_step()  # warms up
             step = seconds_of_step()
-        seconds = step * todo * len(self.pipe.scheduler.timesteps)
+        seconds = step * todo * (step_count(self.pipe.scheduler) or ADAPTIVE_PASSES)
 
         def table() -> tuple[dict, str]:
             if not todo or seconds < WORTH_MEASURING:
@@ -388,7 +391,9 @@ class Drawing:
             say(f"{assigned - len(todo)} of {assigned} batches of this process are there already")
         if denoising and accelerator.is_main_process and 0 not in todo:
             todo = [0, *todo]  # draw it again: `parts` keeps final images, not the steps to them
-        steps = len(todo) * len(pipe.scheduler.timesteps)
+        steps = step_count(pipe.scheduler)
+        if steps is not None:
+            steps *= len(todo)
         with (
             user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
             Progress("sampling", steps, "step", enabled=accelerator.is_main_process) as progress,

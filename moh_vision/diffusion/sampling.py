@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from moh_vision.attention import ModelBudgets, budgets_at, model_budgets, running
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
-from moh_vision.diffusion.schedulers import set_steps, step_options, uses_learned_variance
+from moh_vision.diffusion.schedulers import (
+    set_steps,
+    step_count,
+    step_options,
+    uses_learned_variance,
+)
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin
@@ -35,8 +40,9 @@ class Guidance:
         channels: number of guided channels, counted from the first, or "all" as in diffusers' DiT. The other
             channels keep eps(class). None: 3 of 4 channels, as in the official DiT's published scores, and all
             channels if there are not 4.
-        interval: (low, high): both scales apply where low <= t / 1000 <= high, and are 1 elsewhere. The timestep
-            t goes from 0 (clean) to 1000 (noise). Kynkaanniemi et al. 2024 state it in noise levels.
+        interval: (low, high): both scales apply where low < t / 1000 < high, and are 1 elsewhere; a low of 0 and a
+            high of 1 are no bounds. The timestep t goes from 0 (clean) to 1000 (noise). Kynkaanniemi et al. 2024 state
+            the interval in noise levels.
         weak_scale: scale of autoguidance; 1: no weak model.
     """
 
@@ -54,9 +60,9 @@ class Guidance:
                 raise ValueError(
                     f'guidance channels {self.channels!r} is out of range: at least 1, or "all"'
                 )
-        if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
+        if len(self.interval) != 2 or not 0 <= self.interval[0] < self.interval[1] <= 1:
             raise ValueError(
-                f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1"
+                f"guidance interval {self.interval} is out of range: 0 <= low < high <= 1"
             )
 
     def around(
@@ -77,10 +83,8 @@ class Guidance:
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 
         def predict_guided(x: Tensor, t: Tensor) -> Tensor:
-            applies = self.scale != 1 or self.weak_scale != 1
-            if applies:
-                low, high = self.interval
-                applies = low <= t.item() / NUM_TIMESTEPS <= high
+            guides = self.scale != 1 or self.weak_scale != 1
+            applies = guides and self.applies_at(t.item())
             t = t.to(x.device).reshape(1)  # [1]: all images share the timestep
             if applies and self.scale != 1:
                 cond, uncond = predict(torch.cat([x, x]), t, both).float().chunk(2)
@@ -95,6 +99,12 @@ class Guidance:
             return out
 
         return predict_guided
+
+    def applies_at(self, timestep: float) -> bool:
+        """Return whether a timestep, 0 .. 1000, lies in the interval."""
+        low, high = self.interval
+        t = round(timestep / NUM_TIMESTEPS, 6)  # schedulers round timesteps to float32
+        return (low == 0 or t > low) and (high == 1 or t < high)
 
     def guided(self, channels: int) -> int:
         """Return how many of `channels` channels are guided."""
@@ -208,6 +218,8 @@ def denoise(
     """
     # Start over: multistep solvers keep predictions of the last sampling.
     set_steps(scheduler, scheduler.num_inference_steps)
+    if step_count(scheduler) is None:
+        return _denoise_adaptively(predict, scheduler, x, on_step)
     uses_variance = uses_learned_variance(scheduler)
     options = step_options(scheduler, generators)
     channels = x.shape[1]
@@ -224,6 +236,35 @@ def denoise(
             if replacement is not None:
                 x = replacement
         refuse_not_finite(x, f"step {step + 1} of {len(scheduler.timesteps)}")
+    return x
+
+
+def _denoise_adaptively(
+    predict: Callable, scheduler: SchedulerMixin, x: Tensor, on_step: OnStep
+) -> Tensor:
+    """Denoise with a scheduler that chooses its own steps; arguments as in `denoise`."""
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        out = predict(x, t)[:, : x.shape[1]]
+        # The solver would make its steps ever shorter.
+        refuse_not_finite(out, f"the prediction at timestep {t:g}")
+        return out
+
+    solver = scheduler.solver(velocity, x, t=1.0)
+    step = 0
+    while solver.t > 0:
+        began = torch.tensor(solver.t * NUM_TIMESTEPS)
+        problem = solver.step()
+        if problem:
+            raise FloatingPointError(f"step {step + 1} from timestep {began:g}: {problem}")
+        x = scheduler.unflattened(solver.y, x)
+        if on_step is not None:
+            replacement = on_step(step, began, x)
+            if replacement is not None:
+                x = replacement
+                if solver.t > 0:
+                    solver = scheduler.solver(velocity, x, solver.t)
+        step += 1
     return x
 
 

@@ -5,8 +5,13 @@ settings of the old one that do not fit it. n is the number of steps.
 
     scheduler                      what goes wrong                             what we do
     -----------------------------  ------------------------------------------  ----------------------------------------
-    FlowMatchEulerDiscrete,        its own last step begins at t = 0.001 and   `set_steps` passes equal steps: 1,
-      FlowMatchSDE (ours)            does almost nothing                         1 - 1/n, ..., 1/n
+    FlowMatchEulerDiscrete,        its own last step begins at t = 0.001 and   `set_steps` sets equal steps: 1,
+      FlowMatchHeunDiscrete,         does almost nothing; Heun's shifts that     1 - 1/n, ..., 1/n, shifted once
+      FlowMatchSDE (ours)            time twice
+    FlowMatchSiTSDE (ours)         its last step is 0.04, whatever n and the   `set_steps` sets equal steps from 1
+                                     shift                                       to the time that is shifted to 0.04
+    FlowMatchDopri5 (ours)         its steps are not known before              `denoise` steps its solver;
+                                                                                 `step_count` is None
     any with "leading" timesteps   if n does not divide 1000, the first may    `set_steps` refuses n if the first
                                      be far from noise                           timestep is too small
     multistep solvers              keep predictions of the last sampling       `denoise` sets the steps again
@@ -23,9 +28,10 @@ settings of the old one that do not fit it. n is the number of steps.
                                      `scale_model_input`
     UniPC, DPM-Solver              call the shift `flow_shift`                 `shift_of` reads both names
     Heun                           lists most timesteps twice                  sample.py counts heads by distinct ones
-    FlowMatchSDE (ours)            diffusers opens it from a saved pipeline    pipeline.py imports the module,
-                                     only if its module is imported, and has     flow_sde.py imports the name
-                                     the name `SchedulerMixin`
+    ours                           diffusers opens them from a saved           pipeline.py imports flow_sde.py and
+                                     pipeline only if their module is            flow_ode.py, which import the name
+                                     imported, and has the name
+                                     `SchedulerMixin`
 """
 
 from __future__ import annotations  # annotations name classes that only type checkers import
@@ -37,7 +43,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
+from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS, shifted
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin
@@ -49,8 +55,11 @@ SAMPLERS = {
     "dpm-solver++": "noise",
     "euler": "flow",
     "heun": "flow",
+    "dopri5": "flow",
     "sde": "flow",
+    "sit-sde": "flow",
 }
+ADAPTIVE = "dopri5"  # the sampler that chooses its own steps
 LEARNED = ("learned", "learned_range")  # values of `variance_type`
 
 
@@ -85,6 +94,22 @@ def shift_of(scheduler: SchedulerMixin) -> float:
     return config.get("shift", config.get("flow_shift", 1.0))
 
 
+def step_count(scheduler: SchedulerMixin) -> int | None:
+    """Return how many predictions a scheduler whose steps are set takes; None if it chooses its own steps."""
+    from moh_vision.diffusion.flow_ode import FlowMatchDopri5Scheduler
+
+    if isinstance(scheduler, FlowMatchDopri5Scheduler):
+        return None
+    return len(scheduler.timesteps)
+
+
+def sampler_in_words(sampler: str, steps: int) -> str:
+    """Return a sampler and its number of steps, if it has one, in words."""
+    if sampler == ADAPTIVE:
+        return sampler
+    return f"{sampler} {steps} steps"
+
+
 def uses_learned_variance(scheduler: SchedulerMixin) -> bool:
     """Return whether the scheduler takes a prediction with the variance, [B, 2C, h, w]; only DDPM's can."""
     from diffusers import DDPMScheduler
@@ -102,9 +127,11 @@ def make_scheduler(
             respaced steps ("linspace"); "ddim", deterministic ("leading": the official steps where num_steps
             divides 1000); "dpm-solver++", second order and multistep, with equal steps of log SNR down to zero
             noise (Lu et al. 2022). On images with fine detail "dpm-solver++" comes nearest to exact solutions
-            (docs/guides/sampling.md). For models that predict a velocity: "euler" and "heun" (two passes a step)
-            solve the ODE, "sde" the stochastic equation of `FlowMatchSDEScheduler`.
-        num_steps: number of steps.
+            (docs/guides/sampling.md). For models that predict a velocity: "euler" and "heun" (two passes a step, one
+            in the last) solve the ODE in equal steps, "dopri5" in steps of its own, see `FlowMatchDopri5Scheduler`;
+            "sde" solves the stochastic equation of `FlowMatchSDEScheduler` in equal steps, "sit-sde" with a last
+            step of 0.04, see `FlowMatchSiTSDEScheduler`.
+        num_steps: number of steps; without effect for "dopri5".
         learned_variance: the model also predicts the variance, as an interpolation; "ddpm" uses it.
         clip: clip the predicted image to [-1, 1]: for pixels, not for latents; ignored for flow.
         shift: factor that shifts the steps of a flow towards the noise; take the one of the training.
@@ -113,7 +140,9 @@ def make_scheduler(
         raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
     import diffusers
 
-    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # imports diffusers
+    # These modules import diffusers.
+    from moh_vision.diffusion.flow_ode import FlowMatchDopri5Scheduler
+    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler, FlowMatchSiTSDEScheduler
 
     variance = "learned_range" if learned_variance else "fixed_small"
     dpm = dict(
@@ -129,7 +158,9 @@ def make_scheduler(
         "dpm-solver++": (diffusers.DPMSolverMultistepScheduler, dict(dpm, thresholding=clip)),
         "euler": (diffusers.FlowMatchEulerDiscreteScheduler, dict(shift=shift)),
         "heun": (diffusers.FlowMatchHeunDiscreteScheduler, dict(shift=shift)),
+        "dopri5": (FlowMatchDopri5Scheduler, dict(shift=shift)),
         "sde": (FlowMatchSDEScheduler, dict(shift=shift)),
+        "sit-sde": (FlowMatchSiTSDEScheduler, dict(shift=shift)),
     }[sampler]
     if SAMPLERS[sampler] == "noise":
         options.update(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
@@ -140,13 +171,23 @@ def make_scheduler(
 
 def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
     """Set the number of steps and reset the scheduler's state; refuse steps that would begin far from noise."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
 
     total = scheduler.config.num_train_timesteps
-    if not 1 <= num_steps <= total:
-        raise ValueError(f"steps {num_steps} is out of range: 1 to {total}")
+    least = 1
+    if getattr(scheduler, "last_step", None):
+        least = 2  # one before the last, whose length is fixed
+    if not least <= num_steps <= total:
+        raise ValueError(f"steps {num_steps} is out of range: {least} to {total}")
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist())
+        scheduler.set_timesteps(sigmas=equal_steps(scheduler, num_steps).tolist())
+    elif isinstance(scheduler, FlowMatchHeunDiscreteScheduler):
+        scheduler.set_timesteps(num_steps)  # resets its state; takes no times
+        times = torch.from_numpy(shifted(equal_steps(scheduler, num_steps), shift_of(scheduler)))
+        # Every time but the first and the last ends one step and begins the next: a prediction for each.
+        times = torch.cat([times[:1], times[1:].repeat_interleave(2)])
+        scheduler.timesteps = (total * times).float()
+        scheduler.sigmas = torch.cat([times, torch.zeros(1)]).float()
     else:
         scheduler.set_timesteps(num_steps)
     timesteps = scheduler.timesteps.tolist()
@@ -159,6 +200,15 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
             f"the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}"
         )
         raise ValueError(f"steps {num_steps}: {begin}; take a divisor of {total}")
+
+
+def equal_steps(scheduler: SchedulerMixin, num_steps: int) -> np.ndarray:
+    """Return the times at which the steps of a flow's scheduler begin, before the shift, [num_steps]."""
+    last = 1 / num_steps
+    length = getattr(scheduler, "last_step", None)
+    if length is not None:
+        last = shifted(length, 1 / shift_of(scheduler))  # which the shift turns into `length`
+    return np.linspace(1, last, num_steps)
 
 
 def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:

@@ -39,7 +39,7 @@ def key(default: Any = MISSING, **options: Any) -> Any:
     Args:
         default: value if the key is not given; without a default the key must be given.
         gt, ge, lt, le: limit of a number, or of each number in a list: a number, or the name of a key of the section.
-        rising: for a pair: the first number is at most the second.
+        rising: for a pair: the first number is below the second.
         ends: for a path: the allowed endings.
         needs: a condition without which the key has no effect: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE". A * in
             VALUE matches any text. " or " joins alternatives; "; " joins conditions that must all hold. ".KEY" is a key
@@ -103,7 +103,7 @@ class Key(NamedTuple):
                 bound = getattr(section, bound)
             if not all(holds(number, bound) for number in numbers):
                 return False
-        if self.options.get("rising") and value[0] > value[1]:
+        if self.options.get("rising") and value[0] >= value[1]:
             return False
         if value and "ends" in self.options:
             return value.endswith(self.options["ends"])

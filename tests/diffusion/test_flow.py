@@ -21,6 +21,7 @@ from moh_vision.diffusion import (
 )
 from moh_vision.diffusion.batches import NoisedImages, cropped
 from moh_vision.diffusion.objectives import draw_step, make_objective
+from moh_vision.diffusion.schedulers import ADAPTIVE, samplers_of
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.velocity import to_velocity
 from tests.support import refusals
@@ -29,7 +30,7 @@ from tests.support.refusals import one_line, refuse
 from tests.support.sampling import call, refused, run_of
 from tests.support.small_runs import arguments, logged, whole_and_resumed
 
-FLOW = ("euler", "heun", "sde")
+FLOW = samplers_of("flow")
 
 
 def test_the_loss_by_hand():
@@ -191,15 +192,6 @@ def error(*arguments, mean=0.3, std=0.3, **more):
     return (found - mean - std * start).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_solvers_reach_the_exact_solution(shift):
-    """Twice the steps: half the error of Euler, nearly a quarter of Heun's, whose last short step is Euler's."""
-    euler, heun = ([error(name, n, shift=shift) for n in (20, 40)] for name in ("euler", "heun"))
-    assert math.log2(euler[0] / euler[1]) == pytest.approx(1, abs=0.2)
-    assert math.log2(heun[0] / heun[1]) > 1.4
-    assert heun[1] < 0.001 and euler[1] < 0.04
-
-
 @pytest.mark.parametrize("sampler", FLOW)
 @pytest.mark.parametrize("predict, far", [("x", 0.02), ("noise", 0.03)])
 def test_every_sampler_draws_the_same_images_of_any_prediction(sampler, predict, far):
@@ -223,32 +215,26 @@ def test_the_sde_has_the_datas_mean_and_variance(mean, std):
     assert drawn_by_them.std() < 0.85 * std
 
 
-def test_steps_run_from_noise_to_image():
-    assert make_scheduler("euler", 4, False, False).timesteps.tolist() == [1000, 750, 500, 250]
-    shifted = make_scheduler("sde", 4, False, False, shift=3.0).timesteps
-    torch.testing.assert_close(shifted, torch.tensor([1000, 900, 750, 500.0]))  # Esser 2024, eq. 23
-    heun = make_scheduler("heun", 3, False, False).timesteps
-    torch.testing.assert_close(heun, torch.tensor([1000, 500.5, 500.5, 1, 1]))
-
-
 # ---------------------------------------------------------------- pipelines
 
 
 @pytest.mark.parametrize("sampler", FLOW)
 def test_a_pipeline_of_a_flow(tmp_path, sampler):
     jit = dict(learn_sigma=False, predict="x", patch_bottleneck=5)
-    pipe = MoHDiTPipeline(
-        transformer(3, **jit), make_scheduler(sampler, 4, False, False, shift=2.0)
-    )
+    scheduler = make_scheduler(sampler, 4, False, False, shift=2.0)
+    if sampler == ADAPTIVE:
+        scheduler.register_to_config(rtol=0.1, atol=0.1)  # few steps
+    pipe = MoHDiTPipeline(transformer(3, **jit), scheduler)
     pipe.save_pretrained(tmp_path)
     again = MoHDiTPipeline.from_pretrained(tmp_path)
-    assert type(again.scheduler) is type(pipe.scheduler) and again.scheduler.config.shift == 2
+    assert type(again.scheduler) is type(scheduler) and again.scheduler.config.shift == 2
     assert again.config.objective == "flow"
     images = draw(pipe, [0, 6], 1, 2)
     assert torch.equal(draw(again, [0, 6], 1, 2), images)
-    assert torch.equal(draw(pipe, [3, 6], 9, 2)[1], images[1])
+    if sampler != ADAPTIVE:  # whose steps follow from the whole batch
+        assert torch.equal(draw(pipe, [3, 6], 9, 2)[1], images[1])
     again.scheduler = make_scheduler("ddim", 4, False, True)
-    words = "scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, sde"
+    words = "scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, dopri5, sde, sit-sde"
     refuse(words, draw, again, [0], 1)
     with one_line("FlowMatch.* is for objective flow, the transformer .* objective noise"):
         MoHDiTPipeline(pipe.transformer, pipe.scheduler, objective="noise")
@@ -271,11 +257,10 @@ def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
     assert pipe.scheduler.config.shift == 2
     call(run, "--sampler", "heun", "--head-load", tmp_path / "b.json")
     steps = HeadLoad.read(tmp_path / "b.json").groups["timestep"]
-    assert (steps[0], len(steps)) == ("1000", 4)
-    assert 3.9 < float(steps[-1]) < 4  # 7 passes; the last is shifted twice
+    assert (steps[0], steps[-1], len(steps)) == ("1000", "400", 4)  # of 7 passes
     for checkpoint, sampler, words in (
-        (run, "ddpm", "objective flow takes euler, heun, sde"),
-        (pipe_folder, "ddpm", "objective flow takes euler, heun, sde"),
+        (run, "ddpm", "objective flow takes euler, heun, dopri5, sde, sit-sde"),
+        (pipe_folder, "ddpm", "objective flow takes euler, heun, dopri5, sde, sit-sde"),
         (plain, "sde", "objective noise takes ddpm, ddim, dpm-solver++"),
     ):
         error = refused(capsys, checkpoint, "--sampler", sampler)

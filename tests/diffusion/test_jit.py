@@ -24,7 +24,7 @@ from tests.support.refusals import refuse, refused
 from tests.support.sampling import draws_the_same_when_converted
 from tests.support.small_runs import same, whole_and_resumed
 
-STEPS = 5
+STEPS = 10  # one begins at t = 0.1, where guidance does not yet apply
 # Arguments that make a DiT's layers those of the small JiT.
 BLOCK = dict(
     norm_layer="rmsnorm",
@@ -76,19 +76,26 @@ def test_the_velocity_is_the_equations(weights, file):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def drawn_by_hand(weights, labels, scale):
-    """Euler's method from t = 0 to 1, guided for t up to 0.9."""
-    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(len(labels))]
-    z = torch.stack([torch.randn(3, 8, 8, generator=g) for g in generators]).double()
-    for step in range(STEPS):
+def drawn_by_hand(weights, labels, scale, heun):
+    """Euler's or Heun's method from t = 0 to 1 in equal steps, the last always Euler's; guided where t > 0.1."""
+
+    def velocity(z, step):
         t = torch.full([len(labels)], step / STEPS, dtype=torch.float64)
         velocities = []
         for y in (torch.tensor(labels), torch.full([len(labels)], CLASSES)):
             image = predicted_image(weights, z, t, y)
             velocities.append((image - z) / max(1 - step / STEPS, 0.05))
         cond, uncond = velocities
-        guidance = scale if 0.1 < step / STEPS else 1
-        z = z + (uncond + guidance * (cond - uncond)) / STEPS
+        guidance = scale if step / STEPS > 0.1 else 1
+        return uncond + guidance * (cond - uncond)
+
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(len(labels))]
+    z = torch.stack([torch.randn(3, 8, 8, generator=g) for g in generators]).double()
+    for step in range(STEPS):
+        v = velocity(z, step)
+        if heun and step < STEPS - 1:
+            v = (v + velocity(z + v / STEPS, step + 1)) / 2
+        z = z + v / STEPS
     return z
 
 
@@ -101,15 +108,18 @@ def small_variant(monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
 @pytest.mark.parametrize("scale", [1, 2])
-def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, small_variant, scale):
-    argv = f"--checkpoint {file} --model jit_base_patch16 --num-images 3 --sampler euler --steps {STEPS}"
+def test_sampled_images_equal_those_of_a_loop(
+    weights, file, tmp_path, small_variant, scale, sampler
+):
+    argv = f"--checkpoint {file} --model jit_base_patch16 --num-images 3 --sampler {sampler} --steps {STEPS}"
     guidance = ["--cfg-scale", str(scale)]
     if scale > 1:
         guidance += ["--cfg-interval", "0", "0.9"]
     sample.main([*argv.split(), *guidance, "--out", f"{tmp_path}/images.npz"])
     images = np.load(tmp_path / "images.npz")["arr_0"]
-    want = drawn_by_hand(weights, [0, 1, 2], scale)
+    want = drawn_by_hand(weights, [0, 1, 2], scale, sampler == "heun")
     by_hand = ((want + 1) * 127.5).clamp(0, 255).round().permute(0, 2, 3, 1).numpy()
     assert np.abs(images.astype(int) - by_hand).max() <= 1
     assert images.std() > 10

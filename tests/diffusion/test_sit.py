@@ -16,11 +16,14 @@ from safetensors.torch import load_file
 import moh_vision
 from moh_vision.common.seeds import derive_seed
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
+from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.engine.command_line import parse_config
 from moh_vision.models import dit
 from moh_vision.models.weights import init_from
 from tests.support.official_dit import CLASSES, DENSE, official_forward, official_weights
+from tests.support.paths import ROOT
 from tests.support.refusals import refuse, refused
 from tests.support.sampling import (
     JUDGE,
@@ -60,15 +63,20 @@ def sit(file, **more):
     return timm.create_model("sit_small_patch2", checkpoint_path=str(file), **DENSE, **more).eval()
 
 
-def drawn_by_hand(weights, labels, scale, stochastic):
+def drawn_by_hand(weights, labels, scale, sampler):
     """Euler's method from t = 0 to 1; guidance as in the released code: of the first three channels.
 
-    stochastic: of dx = (v + w s) dt + sqrt(2 w) dW with w = 1 - t and the score s, up to a last step along v.
+    "sde": of dx = (v + w s) dt + sqrt(2 w) dW with w = 1 - t and the score s, up to a last step along v. "sit-sde":
+    with a last step of 0.04 along v + w s.
     """
+    times = [step / STEPS for step in range(STEPS)] + [1]
+    if sampler == "sit-sde":
+        times = [0.96 * step / (STEPS - 1) for step in range(STEPS)] + [1]
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(len(labels))]
     x = torch.stack([torch.randn(4, 8, 8, generator=g) for g in generators]).double()
     for step in range(STEPS):
-        t = torch.full([len(labels)], step / STEPS, dtype=torch.float64)
+        t = torch.full([len(labels)], times[step], dtype=torch.float64)
+        length = times[step + 1] - times[step]
         velocities = []
         for y in (torch.tensor(labels), torch.full([len(labels)], CLASSES)):
             output = official_forward(weights, **SIZES, inputs=(x, t, y))
@@ -76,17 +84,20 @@ def drawn_by_hand(weights, labels, scale, stochastic):
         cond, uncond = velocities
         v = cond.clone()
         v[:, :3] = uncond[:, :3] + scale * (cond[:, :3] - uncond[:, :3])
-        left = 1 - step / STEPS  # 1 - t
-        if stochastic and step < STEPS - 1:
-            score = ((1 - left) * v - x) / left
+        left = 1 - times[step]
+        last = step == STEPS - 1
+        if sampler == "euler" or (sampler == "sde" and last):
+            x = x + length * v
+            continue
+        score = ((1 - left) * v - x) / left
+        x = x + length * (v + left * score)
+        if not last:
             z = torch.stack([torch.randn(4, 8, 8, generator=g) for g in generators])
-            x = x + (v + left * score) / STEPS + (2 * left / STEPS) ** 0.5 * z
-        else:
-            x = x + v / STEPS
+            x = x + (2 * left * length) ** 0.5 * z
     return x
 
 
-@pytest.mark.parametrize("sampler", ["euler", "sde"])
+@pytest.mark.parametrize("sampler", ["euler", "sde", "sit-sde"])
 @pytest.mark.parametrize("scale", [1, 2])
 def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, monkeypatch, scale, sampler):
     for key, value in dict(embed_dim=32, depth=3, num_heads=4).items():
@@ -97,7 +108,7 @@ def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, monkeypat
     sample.main(f"{argv} --steps {STEPS} --cfg-scale {scale} {outputs}".split())
     images = np.load(tmp_path / "images.npz")["arr_0"]
 
-    want = drawn_by_hand(weights, [0, 1, 2], scale, sampler == "sde")
+    want = drawn_by_hand(weights, [0, 1, 2], scale, sampler)
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
     options = dict(num_inference_steps=STEPS, generator=generators, output_type="latent")
@@ -108,10 +119,10 @@ def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, monkeypat
     assert images.std() > 10
 
 
-def test_heuns_method_comes_near_to_eulers(file):
+def test_solvers_of_the_ode_come_near_to_each_other(file):
     model = sit(file)
     images = {}
-    for sampler, steps in (("heun", 100), ("euler", 400), ("euler", 100)):
+    for sampler, steps in (("heun", 100), ("dopri5", 1), ("euler", 400), ("euler", 100)):
         pipe = MoHDiTPipeline(model, make_scheduler(sampler, steps, False, False))
         generators = [torch.Generator().manual_seed(i) for i in range(8)]
         options = dict(num_inference_steps=steps, generator=generators, output_type="latent")
@@ -119,6 +130,7 @@ def test_heuns_method_comes_near_to_eulers(file):
     exact = images["heun", 100]
     far, near = ((images["euler", steps] - exact).square().mean().sqrt() for steps in (100, 400))
     assert near < 0.3 * far and far < 0.05 * exact.std()
+    assert (images["dopri5", 1] - exact).square().mean().sqrt() < 2e-3 * exact.std()
 
 
 def test_files_of_either_layout_and_what_the_model_saves(weights, file, tmp_path):
@@ -244,6 +256,16 @@ def test_what_is_left_out_is_said_and_files_of_repa_are_refused(file, tmp_path):
     refuse("1 are unexpected .'projectors", init_from, model, str(tmp_path / "repa.pt"))
 
 
+@pytest.mark.parametrize("size", ["small", "base", "large", "xlarge"])
+def test_the_dense_twin_that_a_configuration_names_reads_the_same_time(size):
+    file = f"dit/moh_sit_{size}_patch2_75"
+    config = parse_config(DitConfig, ["--config", file, "--data.root", "LATENTS"], "train_dit.py")
+    text = (ROOT / f"configs/{file}.yaml").read_text()
+    (twin,) = re.findall(r"dense baseline is SiT-\w+/2: --model.name (\w+)\.", text)
+    assert twin == f"sit_{size}_patch2"
+    assert dit.arguments_of(twin, {})["compat"] == config.model.kwargs["compat"] == "sit"
+
+
 # Arguments of a model that save_pretrained wrote -> the objective that its folder says.
 SAVED = {
     "DDPM": (dict(), "noise"),
@@ -315,7 +337,7 @@ def objective_of(source):
         ),
         pytest.param(
             "--model.name sit_small_patch2 --objective flow --preview.every 1 --preview.sampler ddim",
-            "preview.sampler ddim: .* flow takes euler, heun, sde",
+            "preview.sampler ddim: .* flow takes euler, heun, dopri5, sde, sit-sde",
             id="preview",
         ),
     ],
@@ -333,10 +355,10 @@ def test_samplers_of_noise_are_refused(file, tmp_path, monkeypatch, capsys):
     argv = f"--checkpoint {file} --model sit_small_patch2 --vae {vae} --grid {tmp_path}/never.png"
     for option in ("--sampler ddpm", "--protocol adm"):
         error = refused(capsys, sample.main, *argv.split(), *option.split())
-        words = "--sampler ddpm: a model trained with objective flow takes euler, heun, sde"
+        words = "--sampler ddpm: a model trained with objective flow takes euler, heun, dopri5, sde, sit-sde"
         assert words in error
     model = sit(file)
-    words = "scheduler DDPMScheduler is for objective noise, .* predict 'velocity', of a flow; .* euler, heun, sde"
+    words = "scheduler DDPMScheduler is for objective noise, .* predict 'velocity', of a flow; .* euler, heun, dopri5, sde, sit-sde"
     refuse(words, MoHDiTPipeline, model, make_scheduler("ddpm", 4, True, False))
     for more in (dict(learn_sigma=True), dict(predict="x")):
         words = "compat 'sit' needs predict 'velocity' and learn_sigma False, not "

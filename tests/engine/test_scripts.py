@@ -406,7 +406,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     previews = Previews(config, inputs, model, HybridLoss())
     previews.draw(model, run)
     (step, _, images), said = told
-    assert said == f"preview (ddim, 3 steps, guidance 1.5): {again}"
+    assert said == f"preview (ddim 3 steps, guidance 1.5): {again}"
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(again)) == last).all()
     # A run may resume with other preview keys.
@@ -419,7 +419,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     assert "digits: 1442 training images of 10 classes; 5 steps of " in out
     assert "\n1 process on cpu\n" in out
     averaged = r"EMA, [0-9.]+% of it still the weights of step 1"
-    line = rf"preview \(ddim, 1 steps, guidance 1.5, {averaged}\): {tmp_path / 'drawn'}"
+    line = rf"preview \(ddim 1 steps, guidance 1.5, {averaged}\): {tmp_path / 'drawn'}"
     assert re.search(line, out)
     with Image.open(folder / "step_5.png") as picture:  # one class a row, with its name
         assert picture.height == 2 * 50 + 2

@@ -15,15 +15,15 @@ JUDGE = "moh_vit_tiny_patch16_224"
 JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
 
 
-def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more):
+def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), scale=0.2, **more):
     """Write the ema.safetensors of a diffusion run with random weights, and return `folder`.
 
-    pixels: whether the run is of pixels and not of latents. more: further metadata of the weights.
+    pixels: whether the run is of pixels and not of latents. scale: of the weights. more: further metadata of the weights.
     """
     torch.manual_seed(4)
     sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[heads])
     arguments = dict(sizes, in_chans=channels, num_classes=3)
-    model = no_longer_zero(create(NAME, "diffusion", **arguments), 0.2)
+    model = no_longer_zero(create(NAME, "diffusion", **arguments), scale)
     config = dict(kind="diffusion", label_drop=label_drop, vae="none" if pixels else "some")
     about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=config)
     export_weights(model, folder / "ema.safetensors", {**about, **more})
