@@ -52,7 +52,7 @@ from moh_vision.models.weight_files import kind_in, weights_file
 
 NAME = "sample.py"
 WORTH_MEASURING = 60  # seconds that drawing must take
-ADAPTIVE_PASSES = 60  # assumed for a sampler that chooses its own steps
+ADAPTIVE_PASSES = 100  # assumed for a sampler that chooses its own steps
 # The keys that the images depend on.
 SAMPLING = (
     "sampler",

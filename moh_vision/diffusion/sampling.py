@@ -265,6 +265,7 @@ def _denoise_adaptively(
                 if solver.t > 0:
                     solver = scheduler.solver(velocity, x, solver.t)
         step += 1
+        refuse_not_finite(x, f"step {step}")
     return x
 
 

@@ -184,7 +184,7 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
     elif isinstance(scheduler, FlowMatchHeunDiscreteScheduler):
         scheduler.set_timesteps(num_steps)  # resets its state; takes no times
         times = torch.from_numpy(shifted(equal_steps(scheduler, num_steps), shift_of(scheduler)))
-        # Every time but the first and the last ends one step and begins the next: a prediction for each.
+        # Every time but the first ends a step and begins the next, each with a prediction.
         times = torch.cat([times[:1], times[1:].repeat_interleave(2)])
         scheduler.timesteps = (total * times).float()
         scheduler.sigmas = torch.cat([times, torch.zeros(1)]).float()
