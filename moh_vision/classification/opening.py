@@ -1,5 +1,6 @@
 """Open a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from moh_vision.data.batches import (
     check_images_fit,
     evaluation_loader,
 )
+from moh_vision.data.decode import Decoding
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
 from moh_vision.engine.accelerator import make_accelerator
@@ -47,8 +49,15 @@ class OpenedClassifier(Opened):
         if split not in self.splits:
             self.splits[split] = open_images(self.config, split, self.accelerator)
             self._match_classes(self.splits[split])
+        source = self.splits[split]
+        source.decoding = self.decoding
         transform = validation_transform(self.model.pretrained_cfg)
-        return LabelledImages(self.splits[split], transform, seed=0, replace_unreadable=False)
+        return LabelledImages(source, transform, seed=0, replace_unreadable=False)
+
+    @property
+    def decoding(self) -> Decoding:
+        """How image files become pixels: as in the classifier's training, unless options say otherwise."""
+        return Decoding.of(self.config.data)
 
     def _match_classes(self, source) -> None:
         """Renumber the classes of `source` in the classifier's order; raise ValueError if the classes differ.
@@ -175,6 +184,7 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
     return source
 
 
+DECODING = ("colour_space", "value_range")  # keys of `Decoding`
 # Keys that set another budget in the model of a run.
 BUDGETS = ("model.head_budget", "model.mlp_budget")
 
@@ -200,6 +210,7 @@ def open_classifier(
             name = saved_arguments.get("base") or name
         metadata.update(brings_model=True, architecture=name.split(".")[0])
         metadata["classes"] = cfg["label_names"] or metadata["classes"]
+        data = _decoded_as_saved(data, config.given, path)
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
             # "imagenet" takes crop_pct and crop_mode from pretrained_cfg, see `EvalDataConfig.eval_options`.
@@ -224,6 +235,9 @@ def open_classifier(
             set_head_budget(model, heads, mlp=groups)
         if not by_timm:
             data = data_as_trained(data, config.given, metadata)
+    # `OpenedClassifier` reads images as the configuration says.
+    for key in DECODING:
+        setattr(config.data, key, getattr(data, key))
     prepare(model, data, metadata["arguments"].get("img_size"), metadata["classes"])
     return model, dict(metadata, img_size=model.pretrained_cfg["input_size"][-1])
 
@@ -243,13 +257,27 @@ def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
         ) from None
 
 
+def _decoded_as_saved(data: EvalDataConfig, given: Collection[str], folder: str) -> EvalDataConfig:
+    """Return `data` with the decoding that publish wrote into a folder's config.json, except for `given` keys."""
+    saved = json.loads((Path(folder) / "config.json").read_text("utf-8")).get("decoding", {})
+    try:
+        return replace(
+            data,
+            **{key: saved[key] for key in DECODING if key in saved and f"data.{key}" not in given},
+        )
+    except (TypeError, ValueError) as error:  # foreign files may hold anything
+        raise ValueError(
+            f"--checkpoint {folder}: decoding in its config.json is not ours ({reason_of(error)})"
+        ) from None
+
+
 def data_as_trained(data: EvalDataConfig, given: Collection[str], metadata: dict) -> EvalDataConfig:
     """Return `data` with the image preparation of the weights' training, except for `given` keys."""
     try:
         saved = metadata.get("config", {}).get("data", {})
         keys = [
             key
-            for key in ("augment", "crop_pct", "crop_mode")
+            for key in ("augment", "crop_pct", "crop_mode", *DECODING)
             if key in saved and f"data.{key}" not in given
         ]
         return replace(data, **{key: saved[key] for key in keys})

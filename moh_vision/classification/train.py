@@ -26,6 +26,8 @@ from moh_vision.data.batches import (
     evenly_spread,
     training_loader,
 )
+from moh_vision.data.decode import Decoding
+from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
@@ -77,9 +79,12 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     # ---------------------------------------------------------------- data
     name, arguments = name_and_arguments(config, "classification", config.fresh)
     with accelerator.main_process_first():
+        decoding = Decoding.of(data)
         source, val = open_splits(
             data.root, open_stream(data, config.given, accelerator), data.val_fraction
         )
+        source.decoding = decoding
+        val.decoding = decoding
     record = DataRecord(data.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     batch_size = config.optim.batch_size
@@ -89,7 +94,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     say(splits.in_short(data.root, source, stop, batch_size, val))
     if settled:
         say(settled)
-    splits.warn_of_transparent_pixels(f"data.root {data.root}", dict(train=source, val=val), say)
+    say_what_is_lost(f"data.root {data.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", data.img_size, source.channels, setup.micro_batch)
 
     # ---------------------------------------------------------------- steps to do; model and teacher

@@ -23,6 +23,7 @@ from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.cli import refuse_output
 from moh_vision.common.errors import BUILD, BadData, user_errors
 from moh_vision.common.progress import Progress
+from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import write_json
@@ -56,9 +57,9 @@ def report(config: ValidateConfig, accelerator) -> None:
     task = accelerator.prepare_model(task, evaluation_mode=True)
     is_main = accelerator.is_main_process
     progress = partial(Progress.over, enabled=is_main)
-    scores, load, predictions = validate(
-        task, opened.data("val"), config.data, accelerator, progress
-    )
+    images = opened.data("val")
+    say_what_is_lost(f"data.root {config.data.root}", {split: images.source}, say)
+    scores, load, predictions = validate(task, images, config.data, accelerator, progress)
     files = []
     evaluated = dict(
         model=metadata["architecture"],

@@ -181,8 +181,8 @@ def figure(options) -> Drawn:
         raise ValueError(
             f"{options.run} is a {wing} model; expected a classifier, whose tokens are patches of an image"
         )
-    picture = decode_image(Path(options.image).read_bytes(), options.image)
     opened = open_run(options.run, options=options.rest, command="patches")
+    picture = decode_image(Path(options.image).read_bytes(), options.image, opened.decoding)
     cfg = opened.model.pretrained_cfg
     image = validation_transform(cfg)(picture)  # [C, h, w]
     numbers, title = classified(opened, image, options.image)

@@ -18,9 +18,11 @@ from timm.data import ImageNetInfo
 from moh_vision.common.progress import say
 from moh_vision.data import folder
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
-from moh_vision.data.folder import IMAGES, ImageFolder, left_out_line
+from moh_vision.data.first_look import lost_of
+from moh_vision.data.folder import IMAGES, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
+from moh_vision.data.sources import ListedFiles
 from moh_vision.engine.logging import write_json
 from moh_vision.opening import kind_of, open_run
 
@@ -28,17 +30,6 @@ REST = "RUN"
 ENDINGS = (".json",)
 IDLE = ("data.root", "data.max_bad_fraction")  # keys of validate.py that have no effect here
 Likeliest = list[tuple[int, float]]  # (class, probability), the likeliest first
-
-
-class Files(ImageFolder):
-    """Image files from anywhere; the label of a sample is its index in `files`."""
-
-    def __init__(self, files: Sequence[str]):
-        self.files = files
-        self.labels = range(len(files))
-
-    def where(self, index: int) -> str:
-        return self.files[index]
 
 
 class NamedBadSamples(BadSamples):
@@ -134,7 +125,11 @@ def work(options) -> None:
     batch_size = opened.config.data.eval_batch_size
     slices = rank_slice(len(files), rank=0, world=1, batch_size=batch_size)
     transform = validation_transform(model.pretrained_cfg)
-    images = LabelledImages(Files(files), transform, seed=0, replace_unreadable=False)
+    source = ListedFiles(files)
+    source.decoding = opened.decoding
+    for line in lost_of(source):
+        print(line, file=sys.stderr, flush=True)
+    images = LabelledImages(source, transform, seed=0, replace_unreadable=False)
     workers = 0  # for a single batch it does not pay to start worker processes
     if len(slices) > 1:
         workers = opened.config.data.workers

@@ -36,6 +36,7 @@ from moh_vision.commands.runs import (
 from moh_vision.common.errors import reason_of
 from moh_vision.common.io import give_name, run_of, sha256_of, step_of
 from moh_vision.common.progress import say
+from moh_vision.data.decode import AS_STORED
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
 from moh_vision.engine.opened import Opened
@@ -137,7 +138,9 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
     names = cfg.pop("label_names")
     words = ImageNetInfo().label_descriptions(as_dict=True)
     descriptions = {name: words[name] for name in names if name in words}
-    labels = dict(label_names=names, label_descriptions=descriptions)
+    further = dict(label_names=names, label_descriptions=descriptions)
+    if opened.decoding != AS_STORED:  # timm has no such entry, and reads files as they are stored
+        further["decoding"] = opened.decoding.record
     # The tag after the point names weights. Where they came from a local folder, timm records a wrong tag: drop a tag
     # that the run did not ask for.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
@@ -154,7 +157,7 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
     shown = full_name(shown, arguments)
     model.pretrained_cfg = model.default_cfg = cfg
     timm.models.save_for_hf(
-        model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True
+        model, str(folder), model_config=further, model_args=arguments, safe_serialization=True
     )
     return dict(
         library="timm",
@@ -162,6 +165,7 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
         model=shown,
         ours=plain is None,
         colours="L" if model.in_chans == 1 else "RGB",
+        decoding=further.get("decoding"),
         classes=model.num_classes,
     )
 

@@ -3,14 +3,16 @@
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, Self, get_args
 
-import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from moh_vision.common.errors import BadData, message_of
+from moh_vision.data.colour_profiles import can_convert, to_srgb
+from moh_vision.data.deep_pixels import DeepPixels
 
 # Not all formats of Pillow: some of the others start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
@@ -68,43 +70,118 @@ def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image
     return image
 
 
-def in_8_bits(image: Image.Image) -> Image.Image:
-    """Turn an image of any mode upright and convert it to "L" or "RGB"; raise ValueError for floating-point pixels.
+ColourSpace = Literal["keep", "srgb"]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the pixels of image files are read; every reader of a run, a command or a score takes the same.
+
+    Attributes:
+        colour_space: "keep": the numbers that a file stores, as timm, torch-fidelity and ADM read it; "srgb": colours are
+            converted to sRGB where a file embeds another colour profile.
+        value_range: the values that become black and white in images of more than 8 bits; None: those that a file states,
+            else 0 and 65535.
+        prefix: what the names of the options begin with that set these two, for messages.
+    """
+
+    colour_space: ColourSpace = "keep"
+    value_range: tuple[float, float] | None = None
+    prefix: str = field(default="data.", compare=False)
+
+    def __post_init__(self):
+        if self.value_range is not None:
+            black, white = self.value_range
+            if not (math.isfinite(black) and math.isfinite(white) and black < white):
+                option = self.option("value_range")
+                raise ValueError(f"{option} {black:g} {white:g}: expected the smaller number first")
+        if self.colour_space == "srgb" and not can_convert():
+            option = self.option("colour_space")
+            raise ValueError(
+                f"{option} srgb needs a Pillow with LittleCMS; python -m PIL says what yours has"
+            )
+
+    @classmethod
+    def of(cls, keys, prefix: str = "data.") -> Self:
+        """Return the decoding that an object with the attributes `colour_space` and `value_range` says."""
+        value_range = keys.value_range
+        if value_range is not None:
+            value_range = tuple(value_range)
+        return cls(keys.colour_space, value_range, prefix)
+
+    def option(self, name: str) -> str:
+        """Return the option that sets an attribute, such as data.value_range or --value-range."""
+        if self.prefix.startswith("--"):
+            name = name.replace("_", "-")
+        return f"{self.prefix}{name}"
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The decoding as plain values, for files."""
+        value_range = self.value_range
+        if value_range is not None:
+            value_range = list(value_range)
+        return dict(colour_space=self.colour_space, value_range=value_range)
+
+
+AS_STORED = Decoding()
+
+
+def add_decoding(add: Callable) -> None:
+    """Add the options of `Decoding` to a command's parser by its `add`."""
+    add(
+        "--colour-space",
+        choices=get_args(ColourSpace),
+        default="keep",
+        help="srgb: colours with another embedded profile are converted to sRGB (keep)",
+    )
+    add(
+        "--value-range",
+        type=float,
+        nargs=2,
+        metavar=("BLACK", "WHITE"),
+        help="values of images of more than 8 bits (those that a file states, else 0 65535)",
+    )
+
+
+def in_8_bits(image: Image.Image, decoding: Decoding = AS_STORED) -> Image.Image:
+    """Turn an image of any mode upright and convert it to "L" or "RGB"; its pixels must not be read yet.
 
     A rotation noted in EXIF is applied (timm and torchvision ignore it). CMYK, palette and other colour images become
-    RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits. An animation gives its first frame.
+    RGB, alpha is dropped, and more than 8 bits are scaled to 8, see `DeepPixels`. An animation gives its first frame.
+    Raise ValueError for floating-point pixels whose range is not known.
     """
-    if image.mode == "F":
-        raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
+    deep = DeepPixels.of(image, decoding.value_range)
+    profile = image.info.get("icc_profile")
     image.load()
     image = upright(image)
-    if image.mode in ("1", "LA", "La"):
-        return image.convert("L")
-    if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it to white
-        pixels = np.asarray(image).astype(np.int64).clip(0, 65535) // 257
-        return Image.fromarray(pixels.astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    if image.mode in ("L", "RGB"):
-        return image
-    return image.convert("RGB")
+    if deep is not None:
+        image = deep.in_8_bits(image)
+    elif image.mode in ("1", "LA", "La"):
+        image = image.convert("L")
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA").convert("RGB")
+    elif image.mode not in ("L", "RGB", "CMYK"):
+        image = image.convert("RGB")
+    if profile and decoding.colour_space == "srgb":
+        image = to_srgb(image, profile)
+    if image.mode == "CMYK":
+        image = image.convert("RGB")
+    return image
 
 
-def is_transparent(data: bytes) -> bool:
-    """Return whether an image file has pixels that are not opaque; `in_8_bits` makes them opaque."""
-    image = open_image(io.BytesIO(data))
-    if image.mode not in ("RGBA", "RGBa", "LA", "La", "PA") and "transparency" not in image.info:
-        return False
-    return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
-
-
-def decode_image(data: bytes, where: str = "", convert: Callable = in_8_bits):
-    """Decode the bytes of an image file and `convert` the image.
+def decode_image(
+    data: bytes,
+    where: str = "",
+    decoding: Decoding = AS_STORED,
+    convert: Callable = in_8_bits,
+):
+    """Decode the bytes of an image file and return `convert(image, decoding)`.
 
     Raise UnreadableImage, whose message begins with `where`, if either fails.
     """
     try:
-        return convert(open_image(io.BytesIO(data)))
+        return convert(open_image(io.BytesIO(data)), decoding)
     except UnidentifiedImageError:
         reason = f"cannot identify the image format ({len(data)} bytes)"
     except Exception as error:  # decoders raise exceptions of many classes

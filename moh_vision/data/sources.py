@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage, decode_image
 
 # A bound on labels. Where classes have no names, the largest label says how many classes there are.
 MAX_CLASSES = 1_000_000
@@ -44,6 +44,7 @@ class Source:
     channels = 3  # 3: RGB images; 1: grey ones
     img_size: int | None = None  # side of the images, if all are squares of one size
     remarks: Sequence[str] = ()  # lines for the user on what was left out or assumed
+    decoding: Decoding = AS_STORED  # how files become pixels; who opens a source sets it
 
     def __len__(self) -> int:
         """Return the number of images in an epoch."""
@@ -63,10 +64,14 @@ class Source:
         if isinstance(sample.content, np.ndarray):
             return Image.fromarray(sample.content)
         try:
-            return decode_image(sample.content)
+            return decode_image(sample.content, decoding=self.decoding)
         except UnreadableImage as error:
             # `where` only now: it may read the name from the source.
             raise UnreadableImage(f"{self.where(sample.name)}: {error}") from None
+
+    def looked_at(self, count: int) -> Iterator[Sample]:
+        """Yield up to `count` samples that can be read, to look at before work begins; see `first_look`."""
+        yield from ()
 
     def listing(self) -> Iterator[bytes]:
         """Yield bytes that, together with the labels, identify the sample at each index."""
@@ -97,6 +102,14 @@ class ImageSource(Source):
     def image(self, index: int) -> Image.Image:
         """Read and decode a sample; raise UnreadableImage, naming the sample."""
         return self.decode(self.sample(index))
+
+    def looked_at(self, count: int) -> Iterator[Sample]:
+        evenly_spread = np.linspace(0, len(self) - 1, min(count, len(self))).astype(int)
+        for index in evenly_spread.tolist():
+            try:
+                yield self.sample(index)
+            except UnreadableImage:
+                continue  # it is reported when it is read
 
     def check_labels(self, named: object) -> None:
         """Raise ValueError for the first sample whose label is not a class number; -1 stands for no label.
@@ -131,6 +144,20 @@ def read_file(path: str | Path, where: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise UnreadableImage(f"{where}: {error.strerror}") from None
+
+
+class ListedFiles(ImageSource):
+    """Image files from anywhere; the label of a sample is its index in `files`."""
+
+    def __init__(self, files: Sequence[str]):
+        self.files = files
+        self.labels = range(len(files))
+
+    def read(self, index: int) -> bytes:
+        return read_file(self.files[index], self.where(index))
+
+    def where(self, index: int) -> str:
+        return self.files[index]
 
 
 class Digits(ImageSource):

@@ -11,7 +11,6 @@ from accelerate.utils import gather_object
 
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import write_whole
-from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import (
     IMAGES,
     ImageFolder,
@@ -24,7 +23,6 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
 
 RECORD = "data.json"
-LOOKED_AT = 64  # images of a split, evenly spread, that are checked for transparent pixels
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -183,28 +181,6 @@ def in_short(
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
     first = f"{root}: {images}; {epochs}"
     return "\n".join([first, *dict.fromkeys(remarks)])
-
-
-def warn_of_transparent_pixels(named: str, sources: dict[str, Source], say: Callable) -> None:
-    """Look at up to LOOKED_AT images of each split (name -> source), and warn if some have transparent pixels."""
-    for split, source in sources.items():
-        if not isinstance(source, (ImageFolder, Shards, HubDataset)):
-            continue
-        looked_at = np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int)
-        found = [index for index in looked_at.tolist() if _is_transparent(source, index)]
-        if found:
-            say(
-                f"{named}, {split}: {len(found)} of {len(looked_at)} images that were looked at have transparent pixels "
-                f"(first {source.where(found[0])}): alpha is dropped, and the colours under it are seen; "
-                "flatten them onto a background if they should not be"
-            )
-
-
-def _is_transparent(source: ImageSource, index: int) -> bool:
-    try:
-        return is_transparent(source.read(index))
-    except Exception:  # decoders raise any class; unreadable images are reported by the run itself
-        return False
 
 
 def of_classes(source: Source) -> str:

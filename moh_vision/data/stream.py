@@ -26,7 +26,7 @@ from moh_vision.common.errors import message_of
 from moh_vision.common.io import class_names
 from moh_vision.common.progress import say
 from moh_vision.common.seeds import Stream, derive_seed
-from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage
 from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
@@ -70,7 +70,9 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
             f"data.samples is needed: how many images an epoch has; no record {record} has all these shards"
         )
     samples = data.samples or sum(entries[url]["samples"] for url in urls)
-    source = ShardStream(urls, class_names(names_file), samples, root.name, record, entries)
+    source = ShardStream(
+        urls, class_names(names_file), samples, root.name, record, entries, Decoding.of(data)
+    )
     source.check()  # report a wrong URL or shard before the run's folder is made
     parts = accelerator.num_processes * max(1, data.workers)
     if accelerator.is_main_process:
@@ -122,6 +124,8 @@ class ShardStream(Source):
         epoch_size: number of images in an epoch.
         name: name of the data set.
         record, entries: path of the record of written shards, and its entries by URL; a shard must match its entry.
+        decoding: how files become pixels.
+        first: the sample that `check` has read.
     """
 
     urls: list[str]
@@ -130,6 +134,8 @@ class ShardStream(Source):
     name: str
     record: Path | None = None
     entries: dict[str, dict] = field(default_factory=dict)
+    decoding: Decoding = AS_STORED
+    first: Sample | None = field(default=None, init=False)
 
     def __len__(self) -> int:
         return self.epoch_size
@@ -143,10 +149,16 @@ class ShardStream(Source):
                 continue
             try:
                 self.decode(sample)
+                self.first = sample
                 return
             except UnreadableImage as error:
                 problem = str(error)
         raise UnreadableImage(problem)
+
+    def looked_at(self, count: int) -> Iterator[Sample]:
+        """Yield the sample that `check` has read: others cost a second look at the shards."""
+        if self.first is not None:
+            yield self.first
 
     def samples(self, seed: int, start: int, parts: int) -> Iterator[Sample | BadSample]:
         """Return the samples of this process and worker, shuffled and without end.

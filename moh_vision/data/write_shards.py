@@ -10,7 +10,8 @@ The same input, arguments and Pillow give the same bytes, whatever the number of
 hidden name, recorded, flushed and only then renamed, so the same command goes on after a kill at any moment.
 
 Every image is decoded, so that training meets no bad one. Without --size the bytes are stored unchanged, EXIF
-included. With --size an image is turned upright, converted to RGB (transparency and colour profile are dropped),
+included. With --size an image is turned upright, converted to RGB (transparency and colour profile are dropped; with
+--colour-space srgb the profile is applied before),
 its shorter side reduced to that many pixels (bicubic, antialiased; never enlarged) and stored as JPEG without
 chroma subsampling.
 """
@@ -34,12 +35,21 @@ from moh_vision.common.cli import refuse_missing, refuse_unwritable
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import hidden_path, only_one, whole_file, write_whole
 from moh_vision.common.progress import Progress, say
-from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in_8_bits
+from moh_vision.data.decode import (
+    AS_STORED,
+    BadSamples,
+    Decoding,
+    UnreadableImage,
+    add_decoding,
+    decode_image,
+    in_8_bits,
+)
+from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
-from moh_vision.data.splits import match_classes, of_classes, warn_of_transparent_pixels
+from moh_vision.data.splits import match_classes, of_classes
 
 KEPT = "shards"  # what an interrupted command finds again
 # Formats of the files that an image folder may have, and their endings in shards.
@@ -78,6 +88,7 @@ def options(add: Callable) -> None:
         help="pixels of the shorter side; without it the bytes are stored unchanged",
     )
     add("--quality", type=int, help="of the JPEG that --size stores, 1 to 100 (95)")
+    add_decoding(add)
     add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
     add("--seed", type=int, default=0, help="of the shuffle (0)")
     add("--workers", type=int, help="shards written at a time (the processors there are)")
@@ -94,10 +105,12 @@ def work(options: Namespace) -> None:
     _check(options)
     splits = _read_folders(options)
     out = Path(options.out)
+    decoding = Decoding.of(options, "--")
     for images in splits.values():
         _refuse_names(images)
-    if options.size is not None:  # images are encoded again, which drops alpha
-        warn_of_transparent_pixels(f"--in {options.source}", splits, say)
+        images.decoding = decoding
+    if options.size is not None:  # images are encoded again, which drops alpha and profiles
+        say_what_is_lost(f"--in {options.source}", splits, say)
     sources = list(splits.values())  # of "train" and "val", or of one of them
     match_classes(sources[0].classes, "train", sources[-1], f"--in {options.source}")
     classes = "".join(f"{label}\n" for label in sources[-1].classes)
@@ -131,6 +144,14 @@ def _check(options: Namespace) -> None:
     if options.quality is not None and options.size is None:
         raise ValueError(
             f"--quality {options.quality} is of the JPEG that --size stores; give --size too"
+        )
+    decoding = Decoding.of(options, "--")
+    if options.size is None and decoding != AS_STORED:
+        name = next(
+            name for name, value in decoding.record.items() if value != AS_STORED.record[name]
+        )
+        raise ValueError(
+            f"{decoding.option(name)} has no effect: without --size files are stored unchanged; give it to what reads the shards"
         )
     if options.size is not None and options.quality is None:
         options.quality = 95
@@ -208,7 +229,7 @@ class ImageShards(ShardWriter):
         self.limit = limit
         paths = map(images.path, range(len(images)))
         plan = plan_shards(split, "tar", paths, options.samples_per_shard, options.seed)
-        names = ("size", "quality", "samples_per_shard", "seed")
+        names = ("size", "quality", "colour_space", "value_range", "samples_per_shard", "seed")
         compared = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
         super().__init__(record_path(Path(options.out), split), plan, images, compared)
 
@@ -290,7 +311,7 @@ def _write_shard(name: str) -> dict:
                 try:
                     data = Path(images.where(number)).read_bytes()
                     extension, data = encode_sample(
-                        data, writer.options.size, writer.options.quality
+                        data, writer.options.size, writer.options.quality, images.decoding
                     )
                 except UnreadableImage as error:
                     bad.append([images.path(number), str(error)])
@@ -306,23 +327,25 @@ def _write_shard(name: str) -> dict:
 # ---------------------------------------------------------------- an image
 
 
-def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, bytes]:
+def encode_sample(
+    data: bytes, size: int | None, quality: int, decoding: Decoding = AS_STORED
+) -> tuple[str, bytes]:
     """Check the bytes of an image file; return (extension, bytes to store), or raise UnreadableImage.
 
     With `size`, the bytes to store are a JPEG of this `quality`, whose shorter side has at most `size` pixels; without
     it, they are `data`.
     """
 
-    def stored(image: Image.Image) -> tuple[str, bytes]:
-        image.load()
+    def stored(image: Image.Image, decoding: Decoding) -> tuple[str, bytes]:
         if size is None:
+            image.load()
             if image.format not in STORED:
                 known = ", ".join(dict.fromkeys(STORED.values()))
                 raise ValueError(
                     f"{image.format} inside; shards store {known} (--size stores JPEG)"
                 )
             return STORED[image.format], data
-        image = in_8_bits(image).convert("RGB")
+        image = in_8_bits(image, decoding).convert("RGB")
         short = min(image.size)
         if short > size:
             sides = [round(side * size / short) for side in image.size]
@@ -332,4 +355,4 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         image.save(out, "JPEG", quality=quality, subsampling="4:4:4")
         return "jpg", out.getvalue()
 
-    return decode_image(data, convert=stored)
+    return decode_image(data, decoding=decoding, convert=stored)

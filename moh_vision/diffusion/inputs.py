@@ -9,6 +9,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moh_vision.data.batches import BadSamples, evaluation_loader, evenly_spread
+from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.data.sources import Source, first_size
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
@@ -36,6 +37,7 @@ def open_inputs(
     device: str | torch.device = "cpu",
     stream: ShardStream | None = None,
     split: str = "train",
+    decoding: Decoding = AS_STORED,
 ):
     """Open images or stored latents, and the VAE if images are to be encoded.
 
@@ -47,15 +49,18 @@ def open_inputs(
         device: where the VAE goes.
         stream: the images, if they were opened before as a stream; None: open `split` of `root`.
         split: "train" or "val".
+        decoding: how image files become pixels; stored latents must have been made so.
     """
     cached = is_latent_cache(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
         cache = LatentCache(root, split)
+        cache.refuse_other_decoding(decoding, f"data.root {root}")
         cache.check_sums()
         return CachedInputs(cache, root, vae, img_size, augment)
     source = stream or open_source(root, split, val_fraction=0)
+    source.decoding = decoding
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:

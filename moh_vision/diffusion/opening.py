@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moh_vision.data.batches import BadSamples, calibration_halves
+from moh_vision.data.decode import Decoding
 from moh_vision.data.splits import match_classes
 from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig, ScoreConfig
 from moh_vision.diffusion.image_parts import ImageParts
@@ -63,7 +64,15 @@ class OpenedDiffusion(Opened):
         data = self.config.data
         path = self.config.checkpoint
         device = self.accelerator.device
-        inputs = open_inputs(data.root, self.config.vae, data.img_size, "none", device, split=split)
+        inputs = open_inputs(
+            data.root,
+            self.config.vae,
+            data.img_size,
+            "none",
+            device,
+            split=split,
+            decoding=Decoding.of(data),
+        )
         sizes = [self.metadata["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
         given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
         if sizes != given:
@@ -122,7 +131,7 @@ class OpenedDiffusion(Opened):
         if isinstance(config, OpenedDitConfig):
             section = ScoreConfig(**self.metadata["config"]["score"])
             config = section.sampled(config.checkpoint, config.data.root, self.objective.name)
-            reads = section.reads
+            reads = dict(section.reads, decoding=Decoding.of(self.config.data))
         pipe = self.splits.get("pipeline") or make_pipeline(config, self.model, self.metadata)
         pipe.register_modules(transformer=self.model)
         drawing = Drawing(config, pipe, self.metadata, self.accelerator)

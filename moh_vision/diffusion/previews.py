@@ -58,7 +58,9 @@ def open_drawings(setup, inputs, model: nn.Module, objective: nn.Module) -> list
         sample_config = config.score.sampled(config.output, config.data.root, objective.name)
         channels = image_channels(inputs.vae or model)
         with accelerator.main_process_first():
-            scores.scorer = make_scorer(sample_config, channels, **config.score.reads)
+            scores.scorer = make_scorer(
+                sample_config, channels, decoding=inputs.source.decoding, **config.score.reads
+            )
     return [previews, scores]
 
 

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from moh_vision.common.errors import user_errors
 from moh_vision.common.io import only_one, sha256_of, step_of, tensor_files
 from moh_vision.common.progress import Progress
 from moh_vision.common.seeds import Stream, derive_seed
+from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import (
@@ -221,6 +223,10 @@ def fidelity_command(config: SampleConfig) -> str:
         value = getattr(config, option)
         if value:
             command += [f"--{option.replace('score', 'reference').replace('_', '-')}", value]
+    if config.score_colour_space:
+        command += ["--colour-space", config.score_colour_space]
+    if config.score_value_range:
+        command += ["--value-range", *map(str, config.score_value_range)]
     if config.allow_biased:
         command.append("--allow-biased")
     return shlex.join(command)
@@ -242,6 +248,7 @@ class Drawing:
         self.pipe = pipe.to(accelerator.device)
         self.accelerator = accelerator
         self.names = metadata["classes"]
+        self.trained_on = metadata.get("config", {}).get("data", {})
         self.file = metadata["file"]
         vae = metadata["vae"] or pipe.vae
         objective = metadata["objective"]
@@ -280,8 +287,20 @@ class Drawing:
     def open_scorer(self, **reads) -> None:
         """Open the reference of --score, if it is given; `reads` are options of `make_scorer`."""
         if self.config.score:
+            reads.setdefault("decoding", self.decoding_of_reference())
             channels = image_channels(self.pipe.vae or self.pipe.transformer)
             self.scorer = make_scorer(self.config, channels, self.names, **reads)
+
+    def decoding_of_reference(self) -> Decoding:
+        """Return how the images of --score become pixels: as the options say, else as those of the training did."""
+        values = dict(AS_STORED.record)
+        for name in values:
+            asked = getattr(self.config, f"score_{name}")
+            if asked is None:
+                asked = self.trained_on.get(name)
+            if asked is not None:
+                values[name] = asked
+        return Decoding.of(SimpleNamespace(**values), "--score-")
 
     @property
     def sampling_text(self) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from moh_vision.data.batches import LabelledImages, evaluation_loader, image_transform
+from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import match_classes
 from moh_vision.diffusion.config import SampleConfig
@@ -75,6 +76,7 @@ def make_scorer(
     classes: list | None = None,
     key="--score",
     default_split="val",
+    decoding: Decoding = AS_STORED,
 ) -> Callable[..., tuple[dict, str]]:
     """Open the reference and the extractor; return a function of (parts, labels, device) that scores samples.
 
@@ -87,8 +89,9 @@ def make_scorer(
         classes: names of the samples' classes.
         key: the key or option that the reference was given with, for messages.
         default_split: the split to take of a data set as reference, if `config` names none.
+        decoding: how the image files of the reference become pixels.
     """
-    source = open_set(key, config.score, config.score_split, default_split)
+    source = open_set(key, config.score, config.score_split, default_split, decoding)
     extractor = config.extractor or "inception"
     weights = config.inception_weights
     biased = config.allow_biased
@@ -99,7 +102,7 @@ def make_scorer(
                     f"{name} {value} has no effect with a run as extractor and a data set as reference"
                 )
         return ClassifierScores(source, extractor, classes)
-    reference = Reference(source)
+    reference = Reference(source, decoding)
     name = getattr(source, "name", source)  # `source` may be a path, which has no name
     # Open the extractor last: it may have to be fetched.
     network = make_extractor(extractor, weights)

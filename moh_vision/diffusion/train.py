@@ -13,6 +13,8 @@ from torch import nn
 from moh_vision.common.wings import DIFFUSION
 from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, check_images_fit, training_loader
+from moh_vision.data.decode import Decoding
+from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
@@ -55,16 +57,25 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     with accelerator.main_process_first():
         stream = open_stream(data_config, config.given, accelerator)
         inputs = open_inputs(
-            root, config.vae, img_size, data_config.augment, accelerator.device, stream
+            root,
+            config.vae,
+            img_size,
+            data_config.augment,
+            accelerator.device,
+            stream,
+            decoding=Decoding.of(data_config),
         )
     source = inputs.source
+    # Stored latents say how their images were read. The configuration that is saved with the run says it too.
+    data_config.colour_space = source.decoding.colour_space
+    data_config.value_range = source.decoding.value_range
     classes = source.classes
     check_images_fit("data.img_size", img_size, inputs.colours or 1, setup.micro_batch)
     warmup_steps, settled = config.settle_steps(len(source))
     say(splits.in_short(root, source, config.max_steps, batch_size))
     if settled:
         say(settled)
-    splits.warn_of_transparent_pixels(f"data.root {root}", dict(train=source), say)
+    say_what_is_lost(f"data.root {root}", dict(train=source), say)
 
     # ---------------------------------------------------------------- steps to do; objective and model
     span = setup.lock_and_find_steps(config.max_steps)

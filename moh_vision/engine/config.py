@@ -96,6 +96,12 @@ class ImagesConfig(Section, section="data"):
     without classes, or latents."""
     img_size: int | None = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
+    colour_space: Literal["keep", "srgb"] = key("keep")
+    """"keep": colours are the numbers in the file, as published models and scores read them; "srgb": converted to sRGB where
+    a file embeds another colour profile (docs/guides/data.md)."""
+    value_range: tuple[float, float] | None = key(None)
+    """Values that become black and white in images of more than 8 bits, such as 0 4095 of a sensor of 12; left out: those
+    that a file states, else 0 65535."""
     workers: int = key(2, ge=0, free=True)
     """Loader processes of each rank."""
     max_bad_fraction: float = key(0.0, ge=0, lt=1, free=True)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moh_vision.common.errors import reason_of
-from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage
 from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
 from moh_vision.data.sources import ImageSource, Sample
 from moh_vision.data.splits import latents_path
@@ -65,6 +66,7 @@ class LatentCache(ImageSource):
             self.size = record["size"]
             self.classes = record["classes"]
             self.dtype = record["dtype"]
+            self.decoding = Decoding.of(SimpleNamespace(**record["decoding"]))
             self.shape = stored_shape(self.space, self.size)
             _refuse_other_types(record, self.shape)
         except ValueError as error:
@@ -91,6 +93,18 @@ class LatentCache(ImageSource):
         sums = {path.name: ([path], shards[path.name]["sha256"]) for path in self.paths}
         check_sums(self.file, sums)
 
+    def refuse_other_decoding(self, decoding: Decoding, named: str) -> None:
+        """Raise ValueError unless the images were decoded as asked; what is left out asks nothing.
+
+        `named` is the option that names the latents, with its value.
+        """
+        for name, asked in decoding.record.items():
+            made_with = self.decoding.record[name]
+            if asked not in (AS_STORED.record[name], made_with):
+                raise ValueError(
+                    f"{decoding.option(name)} {asked}: the latents of {named} were written with {name} {made_with}"
+                )
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
@@ -103,6 +117,10 @@ class LatentCache(ImageSource):
         """Return the index of a sample's shard, and the sample's row in that shard."""
         shard = int(np.searchsorted(self._ends, index, "right"))
         return shard, index - int(self._ends[shard]) + self.shard_sizes[shard]
+
+    def looked_at(self, count: int) -> Iterator[Sample]:
+        """Yield nothing: these are no image files."""
+        yield from ()
 
     def decode(self, sample: Sample) -> Tensor:
         """Return the moments, which `read` has already decoded."""

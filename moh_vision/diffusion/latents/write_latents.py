@@ -36,9 +36,11 @@ from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.io import only_one, whole_file, write_whole
 from moh_vision.common.progress import Progress
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_loader
+from moh_vision.data.decode import Decoding, add_decoding
+from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.splits import latents_path, open_source, warn_of_transparent_pixels
+from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import (
     DTYPES,
@@ -76,6 +78,7 @@ def options(add: Callable) -> None:
     add("--split", choices=("train", "val"), default="train", help="(train)")
     add("--size", type=int, default=256, help="pixels of the center-cropped images (256)")
     add("--dtype", choices=DTYPES, default="float16", help="of the moments on disk (float16)")
+    add_decoding(add)
     add("--batch-size", type=int, default=32, help="images at a time (32)")
     add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
     add("--seed", type=int, default=0, help="of the shuffle (0)")
@@ -112,10 +115,12 @@ def write_latents(options: Namespace) -> None:
     After a mistake on rank 0, the other ranks exit with code 2.
     """
     from_first(lambda: _check(options))
+    decoding = from_first(lambda: Decoding.of(options, "--"))
     source = first(lambda: open_source(options.root, options.split))
+    source.decoding = decoding
     for remark in source.remarks:
         say(remark)
-    warn_of_transparent_pixels(f"--data {options.root}", {options.split: source}, say)
+    say_what_is_lost(f"--data {options.root}", {options.split: source}, say)
     model = first(lambda: load_vae(options.vae, decodes=False))
     space = LatentSpace.of(model, options.vae)
     out = Path(options.out)
@@ -129,7 +134,7 @@ def write_latents(options: Namespace) -> None:
     plan = plan_shards(options.split, "npy", numbers, options.samples_per_shard, options.seed)
     # An interrupted command goes on only if these have not changed.
     compared = {"sha256 of --vae": space.sha256}
-    for name in ("size", "dtype", "samples_per_shard", "seed"):
+    for name in ("size", "dtype", "colour_space", "value_range", "samples_per_shard", "seed"):
         compared[f"--{name.replace('_', '-')}"] = getattr(options, name)
     described = dict(
         vae=vars(space),
@@ -137,6 +142,7 @@ def write_latents(options: Namespace) -> None:
         classes=source.classes,
         size=options.size,
         dtype=options.dtype,
+        decoding=decoding.record,
         shape=shape,
     )
 

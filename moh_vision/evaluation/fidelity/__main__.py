@@ -10,6 +10,7 @@ from moh_vision.common.cli import Parser, refuse_output
 from moh_vision.common.errors import exit_code
 from moh_vision.common.progress import say
 from moh_vision.data.batches import check_images_fit
+from moh_vision.data.decode import Decoding, add_decoding
 from moh_vision.data.sources import first_size
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.logging import versions, write_json
@@ -51,6 +52,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="torch-fidelity's .pth; without it, it is fetched once",
     )
+    add_decoding(add)
     add("--batch-size", type=int, default=64, help="images at a time (64)")
     add(
         "--allow-biased",
@@ -66,6 +68,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse(argv)
     if (options.reference is None) == (options.save_statistics is None):
         raise ValueError("give either REFERENCE, or --save-statistics FILE")
+    options.decoding = Decoding.of(options, "--")
     for name in ("out", "allow_biased", "reference_split"):
         if options.save_statistics and getattr(options, name):
             raise ValueError(
@@ -92,12 +95,12 @@ def _open_sets(options: argparse.Namespace) -> list:
         path = getattr(options, name)
         if path is not None:
             split = getattr(options, f"{name}_split")
-            opened.append(open_set(name.upper(), path, split, default_split))
+            opened.append(open_set(name.upper(), path, split, default_split, options.decoding))
     data_sets = [one for one in opened if isinstance(one, SourceImages)]
     if options.size and not data_sets:
         raise ValueError(f"--size {options.size} has no effect: there is no data set")
-    generated = open_images(opened[0], "generated")
-    references = [Reference(source) for source in opened[1:]]
+    generated = open_images(opened[0], "generated", options.decoding)
+    references = [Reference(source, options.decoding) for source in opened[1:]]
     squares = []  # sides of the images of those other sets that are square
     for images in (generated, *(reference.images for reference in references)):
         if images is None or images in data_sets:
@@ -129,6 +132,8 @@ def _work(options: argparse.Namespace) -> None:
         )
         if accelerator.is_main_process:
             statistics.save(Path(options.save_statistics))
+            for remark in generated.remarks:
+                say(f"note: {remark}")
             say(
                 f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}"
             )

@@ -16,7 +16,17 @@ from torchvision.transforms import v2
 
 from moh_vision.common.cli import refuse_missing
 from moh_vision.common.errors import reason_of
-from moh_vision.data.decode import MAX_PIXELS, center_crop, in_8_bits, open_image, upright_size
+from moh_vision.data.decode import (
+    AS_STORED,
+    MAX_PIXELS,
+    Decoding,
+    center_crop,
+    in_8_bits,
+    open_image,
+    upright_size,
+)
+from moh_vision.data.deep_pixels import is_deep
+from moh_vision.data.first_look import lost_of
 from moh_vision.data.folder import (
     IMAGES,
     image_files,
@@ -25,9 +35,10 @@ from moh_vision.data.folder import (
     undivided_folder,
 )
 from moh_vision.data.hub import PREFIX
+from moh_vision.data.sources import ListedFiles
 from moh_vision.data.splits import is_latent_cache, open_source
 
-GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L")  # modes that `in_8_bits` makes "L"
+GREY = ("1", "L", "LA", "La")  # modes of 8 bits or less that `in_8_bits` makes "L"
 Batch = tuple[int, Tensor]  # index of the batch's first image in the set, images
 
 
@@ -70,23 +81,26 @@ class ScoredFolder(ImageSet):
     PNG is expected. JPEG and WebP are read too; then compression is part of the score.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, decoding: Decoding = AS_STORED):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder or .npz file")
+        self.decoding = decoding
         names, left_out = image_files(folder)
         self.files = [folder / name for name in names]
         if not self.files:
             raise ValueError(
                 f"{folder}: holds no images ({', '.join(IMAGES)}), nor do the folders in it, nor shards"
             )
-        if left_out:
-            self.remarks = [left_out_line(folder, left_out)]
+        listed = ListedFiles([str(file) for file in self.files])
+        listed.decoding = decoding
+        lost = (f"{folder}: {line}" for line in lost_of(listed))
+        self.remarks = [line for line in (left_out_line(folder, left_out), *lost) if line]
         self.pool = ThreadPoolExecutor(4)
         channels = 1
         formats: Counter = Counter()
         for file in self.files:
             with _opened(file) as image:
-                if image.mode not in GREY:
+                if image.mode not in GREY and not is_deep(image.mode):
                     channels = 3
                 formats[image.format] += 1
                 self._check(file, upright_size(image))
@@ -109,7 +123,7 @@ class ScoredFolder(ImageSet):
 
     def _pixels(self, file: Path) -> np.ndarray:
         with _opened(file) as image:
-            pixels = np.asarray(in_8_bits(image).convert("RGB"))
+            pixels = np.asarray(in_8_bits(image, self.decoding).convert("RGB"))
         self._check(file, pixels.shape[1::-1])
         return pixels
 
@@ -126,11 +140,12 @@ def _opened(file: Path) -> Iterator[Image.Image]:
 class SourceImages(ImageSet):
     """Images of a data set, center-cropped to `size` x `size` pixels; set `size` before reading if it is None."""
 
-    def __init__(self, source, name: str):
+    def __init__(self, source, name: str, decoding: Decoding = AS_STORED):
         super().__init__(name, len(source), source.channels)
         self.source = source
         self.size = source.img_size
-        self.remarks = source.remarks
+        source.decoding = decoding
+        self.remarks = [*source.remarks, *(f"{name}: {line}" for line in lost_of(source))]
 
     def read(self, first: int, stop: int) -> np.ndarray:
         rgb = v2.RGB()
@@ -219,19 +234,28 @@ class ImageTensors:
         )
 
 
-def open_images(source, name: str):
-    """Wrap a path, or a tensor or iterator, which messages call `name`. An object with `batches` is not wrapped."""
+def open_images(source, name: str, decoding: Decoding = AS_STORED):
+    """Wrap a path, or a tensor or iterator, which messages call `name`. An object with `batches` is not wrapped.
+
+    `decoding` says how image files become pixels.
+    """
     if isinstance(source, (str, Path)):
         path = Path(source)
         if path.suffix == ".npz":
             return ImageArchive(path)
-        return ScoredFolder(path)
+        return ScoredFolder(path, decoding)
     if hasattr(source, "batches"):
         return source
     return ImageTensors(source, name)
 
 
-def open_set(key: str, path: str, split: str | None, default_split: str):
+def open_set(
+    key: str,
+    path: str,
+    split: str | None,
+    default_split: str,
+    decoding: Decoding = AS_STORED,
+):
     """Open a data set, given as in data.root, as `SourceImages`; return any other path unchanged.
 
     Raise an error for a path that does not exist, and for the `split` of a path that is no data set.
@@ -240,18 +264,18 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
         key: the option that named the path, for messages.
         path: of a data set, a folder of images or an .npz file.
         split: of a data set, "train" or "val"; None: `default_split`.
+        decoding: how the image files of a data set become pixels.
     """
     if not _is_data_set(path):
         refuse_missing(key, path)
         if split == "train" and undivided_folder(path):  # which training reads as a whole
-            return SourceImages(
-                open_source(path, split, key, val_fraction=0), f"{path}, train split"
-            )
+            source = open_source(path, split, key, val_fraction=0)
+            return SourceImages(source, f"{path}, train split", decoding)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
         return path
     split = split or default_split
-    return SourceImages(open_source(path, split, key), f"{path}, {split} split")
+    return SourceImages(open_source(path, split, key), f"{path}, {split} split", decoding)
 
 
 def _is_data_set(path: str) -> bool:

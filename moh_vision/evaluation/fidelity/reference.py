@@ -12,6 +12,7 @@ from torch.types import Device
 
 from moh_vision.common.io import sha256_of
 from moh_vision.common.progress import Progress
+from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.evaluation.fidelity.extractors import Extractor
 from moh_vision.evaluation.fidelity.images import archive_members, open_images
 from moh_vision.evaluation.fidelity.statistics import SetStatistics, Statistics, load_statistics
@@ -29,7 +30,7 @@ def is_adm(path: str) -> bool:
 class Reference:
     """A reference, given as in `score`. It is opened at once; its images are read once, when they are needed."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Any, decoding: Decoding = AS_STORED):
         self.source = source
         self.path: Path | None = None
         self.statistics: Statistics | None = None
@@ -44,7 +45,7 @@ class Reference:
         elif {"mu", "sigma"} & set(members):
             self.statistics = load_statistics(self.path)
         if self.statistics is None or "arr_0" in members:
-            self.images = open_images(source, "reference")
+            self.images = open_images(source, "reference", decoding)
             self.name = self.images.name
         else:
             self.name = self.statistics.source

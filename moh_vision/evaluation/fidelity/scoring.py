@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.evaluation.fidelity.extractors import Extractor, make_extractor
 from moh_vision.evaluation.fidelity.images import open_images
 from moh_vision.evaluation.fidelity.metrics import (
@@ -55,6 +56,7 @@ def score(
     batch_size: int = 64,
     device: Device = None,
     allow_biased: bool = False,
+    decoding: Decoding = AS_STORED,
 ) -> dict:
     """Compute FID, sFID, inception score, KID, precision and recall of generated images against a reference.
 
@@ -71,6 +73,7 @@ def score(
         device: where the extractor runs; None: a GPU if there is one.
         allow_biased: accept no more images than features, where a Frechet distance is far too large; the label is then
             FID@N.
+        decoding: how files in folders become pixels; the default reads them as torch-fidelity and ADM do.
 
     Returns:
         dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
@@ -84,8 +87,8 @@ def score(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if not isinstance(reference, Reference):
-        reference = Reference(reference)
-    images = open_images(generated, "generated")
+        reference = Reference(reference, decoding)
+    images = open_images(generated, "generated", decoding)
     dims = None
     if images.count:  # known, so the images are no iterator, which can be read only once
         with torch.no_grad():
