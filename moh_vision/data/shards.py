@@ -3,7 +3,7 @@
 import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
@@ -17,7 +17,14 @@ from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import MAX_CLASSES, ImageSource
-from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
+from moh_vision.data.tars import (
+    IMAGE_EXTENSIONS,
+    LABEL_EXTENSIONS,
+    ending_with,
+    members,
+    open_tar,
+    sample_of,
+)
 
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
@@ -132,45 +139,49 @@ def scan(path: Path) -> np.ndarray:
 
     Nothing is extracted; links, devices and folders are passed over, whatever their names say.
     """
-    samples: dict[str, dict] = {}
+    samples: dict[str, dict[str, list]] = {}
     with open_tar(path) as tar:
         for member in members(tar, path, path.stat().st_size):
             sample = sample_of(member.name)
             if sample is None:
                 continue
             key, extension = sample
-            entry = samples.setdefault(key, {})
-            if extension in IMAGE_EXTENSIONS:
-                part = "image"
-            elif extension == "cls":
-                part = "label"
-            else:
-                continue
-            if part in entry:
-                raise ValueError(
-                    f"{path}: {member.name} is a second {part} of the same sample; {NAME_RULE}"
-                )
-            if part == "image":
-                entry[part] = (member.offset_data, member.size)
-            else:
-                entry[part] = _label(tar, member, path)
-    labelled = any("label" in entry for entry in samples.values())
-    for key, entry in samples.items():
-        if "image" not in entry or labelled != ("label" in entry):
-            missing = "image" if "image" not in entry else ".cls file"
-            raise ValueError(
-                f"{path}: sample {key.removeprefix('/')} has no {missing}; {NAME_RULE}"
-            )
-    rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
+            found = samples.setdefault(key, dict(images=[], labels=[]))
+            if ending_with([extension], IMAGE_EXTENSIONS):
+                found["images"].append((extension, member.offset_data, member.size))
+            elif ending_with([extension], LABEL_EXTENSIONS):
+                text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
+                found["labels"].append((extension, text))
+    labelled = any(found["labels"] for found in samples.values())
+    rows = []
+    for key, found in samples.items():
+        where = f"{path}: sample {key.removeprefix('/')}"
+        _, offset, size = _only(where, "image", found["images"], IMAGE_EXTENSIONS)
+        label = -1
+        if labelled:
+            extension, text = _only(where, ".cls file", found["labels"], LABEL_EXTENSIONS)
+            label = _label(f"{path}: {key}.{extension}", text)
+        rows.append((offset, size, label))
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
-    """Read the class number in a .cls file."""
-    text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
+def _only(where: str, title: str, files: list[tuple], wanted: Collection[str]) -> tuple:
+    """Return the one of a sample's files, (extension, ...), whose extension is wanted; raise ValueError for others."""
+    extensions = ending_with([extension for extension, *_ in files], wanted)
+    if len(extensions) > 1:
+        raise ValueError(
+            f"{where} has {len(extensions)} {title}s ({', '.join(extensions)}); {NAME_RULE}"
+        )
+    if not extensions:
+        raise ValueError(f"{where} has no {title}; {NAME_RULE}")
+    return next(file for file in files if file[0] == extensions[0])
+
+
+def _label(where: str, text: str) -> int:
+    """Return the class number that the text of a .cls file says."""
     if not text.isdigit() or int(text) >= MAX_CLASSES:
         raise ValueError(
-            f"{path}: {member.name} holds {text!r}, expected a class number of 0 to {MAX_CLASSES - 1}"
+            f"{where} holds {text!r}, expected a class number of 0 to {MAX_CLASSES - 1}"
         )
     return int(text)
 

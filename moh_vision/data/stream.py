@@ -29,7 +29,14 @@ from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage
 from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.sources import BadSample, Sample, Source
-from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
+from moh_vision.data.tars import (
+    IMAGE_EXTENSIONS,
+    LABEL_EXTENSIONS,
+    ending_with,
+    members,
+    open_tar,
+    sample_of,
+)
 
 PATIENCE = 300  # seconds for which reading a shard is retried
 SILENCE = 60  # seconds without a byte after which a server counts as gone
@@ -221,18 +228,21 @@ class ShardStream(Source):
         name = f"{grouped['__url__']}, {grouped['__key__']}"
         text = "0"
         if self.classes:
-            text = grouped.get("cls", b"")[:32].decode("ascii", "replace").strip()
+            labels = ending_with(grouped, LABEL_EXTENSIONS)
+            if len(labels) > 1:
+                return BadSample(name, f"{name} has {len(labels)} .cls files ({', '.join(labels)})")
+            text = b"".join(grouped[label] for label in labels)[:32]
+            text = text.decode("ascii", "replace").strip()
         if not text.isdigit() or int(text) >= max(1, len(self.classes)):
             expected = f"expected a .cls of 0 to {len(self.classes) - 1}"
             return BadSample(name, f"{name}: label {text!r}, {expected}")
-        endings = [ending for ending in IMAGE_EXTENSIONS if ending in grouped]
-        if not endings:
+        images = ending_with(grouped, IMAGE_EXTENSIONS)
+        if not images:
             known = ", ".join(IMAGE_EXTENSIONS)
             return BadSample(name, f"{name}: no image, which ends in {known}")
-        if len(endings) > 1:
-            problem = f"{name}: {endings[1]} is a second image of the same sample"
-            return BadSample(name, problem)
-        return Sample(name, grouped[endings[0]], int(text))
+        if len(images) > 1:
+            return BadSample(name, f"{name} has {len(images)} images ({', '.join(images)})")
+        return Sample(name, grouped[images[0]], int(text))
 
 
 class StreamedFile:

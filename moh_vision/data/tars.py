@@ -3,7 +3,7 @@
 import math
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -16,6 +16,7 @@ from moh_vision.data.folder import IMAGES
 MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE
 META = re.compile("__[^/]*__($|/)")  # names of members that webdataset skips
 IMAGE_EXTENSIONS = tuple(ending.removeprefix(".") for ending in IMAGES)
+LABEL_EXTENSIONS = ("cls",)
 
 
 def sample_of(name: str) -> tuple[str, str] | None:
@@ -28,6 +29,17 @@ def sample_of(name: str) -> tuple[str, str] | None:
     if META.match(name) or key is None or key.endswith("/"):
         return None
     return key, extension.lower()
+
+
+def ending_with(extensions: Iterable[str], wanted: Collection[str]) -> list[str]:
+    """Return which extensions of a sample's files are among `wanted`, such as png.
+
+    webdataset's extension is all behind the first dot. If none is wanted as it is, its last part decides: rgb.png is
+    taken where no png is.
+    """
+    extensions = list(extensions)
+    found = [extension for extension in extensions if extension in wanted]
+    return found or [one for one in extensions if one.rpartition(".")[2] in wanted]
 
 
 class _Header(tarfile.TarInfo):

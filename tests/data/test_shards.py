@@ -203,9 +203,9 @@ def test_bad_images_say_what_is_wrong(data, size, words):
         encode_sample(data, size, 95)
 
 
-def slow_encoding(data, size, quality):
+def slow_encoding(*arguments):
     time.sleep(0.01)
-    return encode_sample(data, size, quality)
+    return encode_sample(*arguments)
 
 
 def test_bad_images_end_the_command_or_are_left_out_and_listed(tmp_path, capfd):
@@ -303,11 +303,20 @@ def test_shards_store_every_format_that_folders_have(tmp_path):
 
 
 def test_the_rule_of_names_is_in_the_message(tmp_path):
-    """As in webdataset, 2021.05.01.jpg is a file of sample 2021. Names of photographs like this are a common mistake."""
+    """As in webdataset, 2021.05.01.jpg is a file of sample 2021. Names of photographs like these are a common mistake."""
     rule = "; a sample is what its files' names have before the first dot"
     for names, words in (
-        (["2021.05.01.jpg", "2021.cls"], "sample 2021 has no image"),
-        (["2021.jpg", "2021.jpeg", "2021.cls"], "2021.jpeg is a second image of the same sample"),
+        (["2021.05.01.txt", "2021.cls"], "sample 2021 has no image"),
+        (
+            ["2021.05.01.jpg", "2021.05.02.jpg", "2021.cls"],
+            r"sample 2021 has 2 images \(05.01.jpg, 05.02.jpg\)",
+        ),
+        (["2021.jpg", "2021.jpeg", "2021.cls"], r"sample 2021 has 2 images \(jpg, jpeg\)"),
+        (["2021.jpg", "2021.jpg", "2021.cls"], r"sample 2021 has 2 images \(jpg, jpg\)"),
+        (
+            ["2021.jpg", "2021.a.cls", "2021.b.cls"],
+            r"sample 2021 has 2 .cls files \(a.cls, b.cls\)",
+        ),
     ):
         with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
             for name in names:

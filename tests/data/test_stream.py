@@ -463,9 +463,38 @@ def test_both_orders_read_the_same_members(tmp_path):
 
 
 def test_two_images_of_one_sample_are_refused_in_both_orders(tmp_path):
-    file = write_tar(tmp_path / "train-000000.tar", ["a.png", "a.bmp", "a.cls"])
+    file = tmp_path / "train-000000.tar"
     (tmp_path / "classes.txt").write_text("ant\nbee\n")
-    with one_line("a.bmp is a second image of the same sample"):
-        open_source(str(tmp_path), "train")
-    with one_line("a: .* is a second image of the same sample", UnreadableImage):
-        source_of([str(file)], 1).check()
+    for names, said in (
+        ("a.png a.bmp a.cls", "png, bmp"),
+        ("a.rgb.png a.seg.png a.cls", "rgb.png, seg.png"),
+    ):
+        write_tar(file, names.split())
+        words = rf"a has 2 images \({said}\)"
+        with one_line(f"sample {words}"):
+            open_source(str(tmp_path), "train")
+        with one_line(words, UnreadableImage):
+            source_of([str(file)], 1).check()
+
+
+@pytest.mark.parametrize(
+    "names, taken",
+    [
+        ("a.rgb.png a.cls", "a.rgb.png"),
+        ("a.RGB.PNG a.cls", "a.RGB.PNG"),
+        ("a.rgb.png a.rgb.cls", "a.rgb.png"),
+        ("a.seg.png a.png a.cls a.old.cls", "a.png"),  # the plain name goes before
+        ("a.tar.gz a.left.rgb.png a.cls", "a.left.rgb.png"),
+    ],
+)
+def test_an_extension_of_several_parts_is_taken_in_both_orders(tmp_path, names, taken):
+    """webdataset's extension is all behind the first dot, and people write 0001.rgb.png beside 0001.cls."""
+    names = names.split()
+    file = write_tar(tmp_path / "train-000000.tar", names)
+    (tmp_path / "classes.txt").write_text("ant\nbee\n")
+    exact = open_source(str(tmp_path), "train")
+    stream = source_of([str(file)], 1)
+    stream.check()
+    assert exact.labels.tolist() == [1] == [stream.first.label]
+    for image in (exact.image(0), stream.decode(stream.first)):
+        assert names[image.getpixel((0, 0))[0]] == taken

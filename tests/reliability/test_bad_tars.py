@@ -247,14 +247,14 @@ def labelled(label, words):
 
 
 IMPOSSIBLE = r"(cut off within 1.png|1.png is a sparse|not a readable tar)"
-TWICE = "{} is a second (image|label) of the same sample"
+TWICE = r"sample 0 has 2 (images|.cls files) \(.*{}\)"
 # Case -> (the bytes of a tar, a pattern that the error contains).
 REFUSED = {
     **{f"{size} bytes": (of_size(size), IMPOSSIBLE) for size in (2**62, 2**40, -512, -(2**40))},
     # tarfile could read it, but the index has offsets into the file as it is on disk.
     "compressed": (sample(("0.cls", b"0"), mode="w:gz"), "not a readable tar file, uncompressed"),
     "nothing": (b"", "not a readable tar file"),
-    **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), TWICE.format(name)) for name in ("0.png", "0.jpg", "0.cls")},
+    **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), TWICE.format(name[2:])) for name in ("0.png", "0.jpg", "0.cls")},
     "a label below 0": labelled(b"-1", "'-1', expected a class number of 0 to 999999"),
     "a fraction": labelled(b"3.0", "'3.0', expected a class number"),
     "no label": labelled(b"", "'', expected a class number"),
