@@ -56,6 +56,15 @@ class BadSamples:
             allowed = f"{self.option} {self.max_fraction:g} of {self.total} images; {enough:g} allows these"
             raise UnreadableImage(f"{last} ({count} unreadable so far, allowed are {allowed})")
 
+    @property
+    def line(self) -> str:
+        """How many samples were unreadable so far, and the first of them; "" if there are none."""
+        if not self.seen:
+            return ""
+        first, *_ = self.seen.values()
+        allowed = f"{self.option} {self.max_fraction:g} allows {self.allowed}"
+        return f"{len(self.seen)} of {self.total} images unreadable so far, {allowed}; the first: {first}"
+
     def share(self, gather: Callable[[list], list]) -> None:
         """Exchange what the processes have seen. A collective: `gather` joins the lists of all processes."""
         self.check(gather(list(self.seen.items())))

@@ -99,6 +99,8 @@ class TrainingLoop:
     norms: dict[str, float] = field(init=False, default_factory=dict)
     signal: int = field(init=False, default=0)
     skipped: SkippedSteps = field(init=False, default_factory=SkippedSteps)
+    _epoch: int | None = field(init=False, default=None)  # of the last step
+    _left_out_said: set[str] = field(init=False, default_factory=set)  # lines of `_say_left_out`
 
     def __post_init__(self):
         self.done = self.span.start
@@ -138,6 +140,9 @@ class TrainingLoop:
             more: further arguments of the task, the same for every micro-batch.
         """
         step = self.done
+        if self._epoch is not None and epoch != self._epoch:
+            self._say_left_out(f"epoch {self._epoch + 1}")
+        self._epoch = epoch
         micro_batches = self._fetched(batches, self.config.optim.accumulation)
         micro_batches = self._measured(micro_batches, more)
 
@@ -234,6 +239,8 @@ class TrainingLoop:
         received = max(self.signal, signals.received)
         zero = torch.zeros((), device=self.accelerator.device)
         signals.stopped = agree(zero, zero, received).signal
+        self._left_out_said.clear()  # the end of the run repeats what ends of epochs have said
+        self._say_left_out(f"{self.done} steps")
         if self.stopped:
             self.log.stopped(self.done, self.stopped)
         else:
@@ -342,6 +349,20 @@ class TrainingLoop:
         return f"EMA, {left:.1%} of it still the weights of step 1"
 
     # ------------------------------------------------------------------ details
+
+    def _say_left_out(self, when: str) -> None:
+        """Print how many samples and updates this process has left out so far, if that is new; `when` begins the lines."""
+        lines = []
+        if self.unreadable is not None:
+            lines.append(self.unreadable.line)
+        if self.skipped.total:
+            lines.append(
+                f"{self.skipped.total} updates skipped so far, whose loss or gradient was not finite"
+            )
+        for line in lines:
+            if line and line not in self._left_out_said:
+                self.log.say(f"{when}: {line}")
+                self._left_out_said.add(line)
 
     def _first_weights_left(self) -> float:
         if self.ema_config is None:

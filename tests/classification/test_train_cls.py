@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 
 import pytest
@@ -64,6 +65,12 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
         *"--max-steps 9 --data.max_bad_fraction 0.1 --eval-every 5 --data.repeats 1".split(),
     ]
     lines = train(root, run, *recipe)
+    out = capsys.readouterr().out.splitlines()
+    # The same image is unreadable in every epoch: it is said once, and again at the end.
+    said = [line for line in out if "images unreadable so far" in line]
+    what = f"1 of 22 images unreadable so far, data.max_bad_fraction 0.1 allows 2; the first: {root}/train/dog/torn.jpg: "
+    assert re.match(r"epoch \d: ", said[0]) and said[-1].startswith(f"9 steps: {what}")
+    assert len(said) == 2 and what in said[0]
     steps = [e for e in lines if "loss" in e]
     validations = [e["validation"] for e in lines if "validation" in e]
     assert [e["step"] for e in steps] == list(range(1, 10))

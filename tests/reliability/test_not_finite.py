@@ -90,6 +90,17 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
         step(loss, gradient)
 
 
+def test_skipped_updates_are_said_at_the_end_of_an_epoch(monkeypatch):
+    task = Given()
+    loop = small_loop(Accelerator(cpu=True), task, torch.optim.SGD(task.parameters(), lr=0.1))
+    said = []
+    monkeypatch.setattr(loop.log, "say", said.append, raising=False)
+    for epoch, loss in ((0, 1.0), (0, math.nan), (1, 1.0), (2, 1.0), (2, math.nan), (3, 1.0)):
+        loop.step(iter([dict(loss=loss, gradient=1.0)]), epoch=epoch, count=1)
+    words = "updates skipped so far, whose loss or gradient was not finite"
+    assert said == [f"epoch 1: 1 {words}", f"epoch 3: 2 {words}"]
+
+
 def test_a_gradient_scalers_first_skips_do_not_count():
     """float16 training begins with a loss scale that overflows; only from a scale of 1 down is the model to blame."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
