@@ -104,6 +104,7 @@ def test_the_record_and_what_reads_without_us(vae_folder, written, out):
         source="images",
         size=16,
         dtype="float16",
+        decoding=dict(colour_space="keep", value_range=None),
         shape=[2, 8, 8, 8],
         classes=["cat", "dog"],
         vae=vars(LatentSpace(vae_folder, sha, 0.18215, None, 2, 4)),
