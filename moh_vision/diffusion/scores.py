@@ -28,6 +28,7 @@ class ClassifierScores:
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source = reference.source
         self.reference = reference.name
+        self.remarks = reference.remarks
         self.classifier, self.metadata = from_run(extractor, "classification")
         # For each class of the samples, its number in the classifier.
         self.numbers = indices_of(classes, within=self.metadata["classes"])
@@ -67,6 +68,7 @@ class ClassifierScores:
         text += f"Frechet distance: {shown}; {scores['num_features']} features, {space}"
         if on_real < 50:
             text += f"\n{metadata['weights']} misses most of the real images: a weak judge, whose numbers say little"
+        text += "".join(f"\nnote: {remark}" for remark in self.remarks)
         return scores, text
 
 
