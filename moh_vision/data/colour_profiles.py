@@ -66,7 +66,11 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         if mode == "L" and space == "RGB ":
             mode = "RGB"
         return ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
-    except (OSError, ImageCms.PyCMSError):
+    except (
+        OSError,
+        ImageCms.PyCMSError,
+        UnicodeDecodeError,
+    ):  # the last: its name of a space is not ASCII
         return None
 
 

@@ -87,6 +87,7 @@ UNCHANGED = {
     "srgb": (gradient(), rgb_profile("srgb")),
     "srgb-of-littlecms": (gradient(), SRGB_PROFILE),
     "damaged": (gradient(), b"no profile"),
+    "no-colour-space": (gradient(), rgb_profile("p3").replace(b"RGB ", b"\xaaGB ", 1)),
     "cut": (gradient(), rgb_profile("p3")[:200]),
     "grey-profile-of-colours": (gradient(), grey_profile(1.8)),
     "cmyk-profile-of-colours": (gradient(), cmyk_profile()),
