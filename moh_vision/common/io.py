@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import fcntl
 import hashlib
 import io
 import itertools
@@ -13,13 +12,16 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
+import psutil
 import torch
+from filelock import lock_descriptor
 from torch import Tensor
 
 __version__ = "0.2.0"  # of moh_vision; pyproject.toml reads it from here
@@ -31,6 +33,8 @@ WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
 # Attempts to get a lock. A process that has just been killed may hold its lock for a moment, and so may its children.
 ATTEMPTS = 20
 PAUSE = 0.1  # seconds between attempts
+# Files of this process's locks that no child shall hold, see `only_one`.
+OF_THIS_PROCESS: set[TextIO] = set()
 
 
 def cache_folder() -> Path:
@@ -76,7 +80,7 @@ def memory_limit(device) -> int | None:
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu":
         return None
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [psutil.virtual_memory().total]
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in it: no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits)
@@ -99,38 +103,56 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
         with_children: hold the lock until forked children, which write into the folder, have ended too.
     """
     path = Path(folder) / LOCK
-    # A lock by lockf belongs to the process. A lock by flock belongs to the open file, which children inherit.
-    lock = fcntl.lockf
-    if with_children:
-        lock = fcntl.flock
     with contextlib.ExitStack() as opened:
         for attempt in itertools.count(1):
             file = opened.enter_context(open(path, "a+"))
             try:
-                lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Only a file that still has its name counts: the former owner may have removed this one meanwhile.
-                if _is_named(file, path):
-                    break
-            except (BlockingIOError, PermissionError):  # locked; POSIX allows either error
-                if attempt == ATTEMPTS:
-                    file.seek(0)
-                    owner = file.read(200).strip() or "another process"
-                    problem = f"{owner} is writing there; wait, or take another folder"
-                    raise ValueError(f"{option} {folder}: {problem}") from None
+                locked = lock_descriptor(file.fileno(), blocking=False)
             except OSError as error:
                 problem = f"{folder} cannot be locked ({error.strerror}): start one run there"
                 logging.getLogger(__name__).warning(problem)
                 break
+            # Only a file that still has its name counts: the former owner may have removed this one meanwhile.
+            if locked and _is_named(file, path):
+                break
+            if not locked and attempt == ATTEMPTS:
+                problem = f"{_owner(file)} is writing there; wait, or take another folder"
+                raise ValueError(f"{option} {folder}: {problem}")
             opened.pop_all().close()
             time.sleep(PAUSE)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
+        if not with_children:
+            OF_THIS_PROCESS.add(file)
         try:
             yield
         finally:
-            if _is_named(file, path):
-                path.unlink()
+            OF_THIS_PROCESS.discard(file)
+            # It is closed in a forked child that leaves the `with` block too.
+            if not file.closed and _is_named(file, path):
+                with contextlib.suppress(PermissionError):  # Windows keeps a file that is open
+                    path.unlink()
+
+
+def _leave_locks_to_the_parent() -> None:
+    """Close the files of locks in a forked child: a lock is released when no process has its file open any more."""
+    for file in OF_THIS_PROCESS:
+        file.close()
+    OF_THIS_PROCESS.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
+
+
+def _owner(file: TextIO) -> str:
+    """Return what the owner of a lock has written into its file."""
+    try:
+        file.seek(0)
+        return file.read(200).strip() or "another process"
+    except PermissionError:  # Windows lets nobody else read a locked file
+        return "another process"
 
 
 def _is_named(file, path: Path) -> bool:
@@ -318,17 +340,36 @@ def hidden_path(path: Path, shared: bool = False) -> Path:
 
 def give_name(hidden: Path, path: Path) -> None:
     """Rename a finished file or folder to `path`, and wait until the new name is on the disk."""
-    hidden.rename(path)
+    hidden.replace(path)
     fsync(path.parent)
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's data, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file's data, or the names in a folder, are on the disk.
+
+    Windows cannot flush a folder: there a power cut may lose a file that was renamed just before.
+    """
+    access = os.O_RDONLY
+    if os.name == "nt":
+        if path.is_dir():
+            return
+        access = os.O_RDWR  # Windows flushes only a file that is open for writing
+    descriptor = os.open(path, access)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_pread(source: Path) -> None:
+    """Raise ValueError, naming `source`, on a system where Python lacks os.pread.
+
+    Other processes and threads may use the same open file: only pread leaves its position alone.
+    """
+    if not hasattr(os, "pread"):
+        raise ValueError(
+            f"{source}: shards are read by os.pread, which Python has on Linux and macOS, not on {sys.platform}"
+        )
 
 
 def sha256_of(*paths: Path) -> str:

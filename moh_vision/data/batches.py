@@ -4,7 +4,6 @@ Every random number depends on (seed, position) alone.
 """
 
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.utils.data import (
 )
 from torchvision.transforms import InterpolationMode, v2
 
+from moh_vision.common.io import memory_limit
 from moh_vision.common.seeds import derive_seed
 from moh_vision.data.decode import BadSamples, UnreadableImage, center_crop
 from moh_vision.data.order import PositionSampler
@@ -224,7 +224,7 @@ def collate(items: list[dict], mixing: Callable | None = None) -> dict:
 def check_images_fit(key: str, side: int | None, channels: int, count: int) -> None:
     """Raise ValueError, naming `key`, if `count` images of `side` x `side` pixels exceed this machine's memory."""
     size = 4 * count * channels * (side or 0) ** 2
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_limit(torch.device("cpu"))
     if size > memory:
         needed = f"{size / 2**30:,.0f}"
         available = f"{memory / 2**30:,.0f}"

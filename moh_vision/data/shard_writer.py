@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from moh_vision.common.io import sha256_of, write_whole
+from moh_vision.common.io import check_pread, sha256_of, write_whole
 from moh_vision.common.progress import say
 from moh_vision.data.folder import one_line
 from moh_vision.data.records import FORMAT, parts_path, read_record
@@ -62,6 +62,7 @@ class ShardWriter:
         self, record: Path, plan: dict[str, list], images, options: dict[str, object], **more
     ):
         self.out = record.parent
+        check_pread(self.out)  # by which shards are read back
         self.record = record
         self.plan = plan
         self.split = record.name.partition(".")[0]

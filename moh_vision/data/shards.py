@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from moh_vision.common.errors import reason_of
-from moh_vision.common.io import class_names, places_beside, sha256_of, whole_file, writable_place
+from moh_vision.common.io import (
+    check_pread,
+    class_names,
+    places_beside,
+    sha256_of,
+    whole_file,
+    writable_place,
+)
 from moh_vision.common.progress import Progress
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
@@ -40,6 +47,7 @@ class Shards(ImageSource):
 
     def __init__(self, root: str, split: str):
         folder = Path(root)
+        check_pread(folder)
         self.name = folder.name
         self.paths = sorted(folder.glob(f"{split}-*.tar"))
         for path in self.paths:

@@ -21,7 +21,7 @@ def end_workers() -> None:
     lost.
     """
     workers = [process for process in multiprocessing.active_children() if process.daemon]
-    if workers:
+    if workers and hasattr(signal, "SIGCHLD"):  # Windows has no such signal
         # torch's handler would raise for a worker that is killed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in workers:

@@ -20,6 +20,7 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ STORED = {
     "TIFF": "tif",
 }
 # fork where it is safe: with spawn, every worker imports torch first, which takes seconds.
-CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
+CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 def options(add: Callable) -> None:
@@ -243,7 +244,7 @@ class ImageShards(ShardWriter):
 
     def write(self) -> None:
         """Write the shards that are missing."""
-        workers = self.options.workers or len(os.sched_getaffinity(0))
+        workers = self.options.workers or _cores()
         todo = self.begin(workers)
         self.check(self.bad)
         done = sum(len(self.plan[name]) for name in self.entries)
@@ -287,6 +288,13 @@ class ImageShards(ShardWriter):
                         "command goes on (--workers may change)"
                     ) from None
                 raise
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows do not limit a process to some
 
 
 def _start_worker(writer: ImageShards, parent: int) -> None:

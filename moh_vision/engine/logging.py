@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import resource
 import shlex
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from tqdm import tqdm
@@ -329,4 +329,11 @@ def peak_memory_mib() -> float:
     """Return PyTorch's peak memory on the GPU; without one, the process's peak resident memory, libraries included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    try:
+        import resource
+    except ModuleNotFoundError:  # on Windows
+        return psutil.Process().memory_info().peak_wset / 2**20
+    unit = 2**10
+    if sys.platform == "darwin":
+        unit = 1  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import errno
+import fcntl
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ from moh_vision.common.io import (
     write_tensors,
     write_whole,
 )
-from tests.support.processes import hold
+from tests.support.processes import fork, hold, wait
 from tests.support.refusals import one_line
 
 
@@ -55,7 +56,7 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypa
         assert_refused()
         os.killpg(pid, signal.SIGKILL)
         with open(tmp_path / ".lock") as file:
-            io.fcntl.flock(file, io.fcntl.LOCK_EX)  # waits until the child has died
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits until the child has died
     with only_one(tmp_path, "--output", with_children):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {host}"
     assert not list(tmp_path.iterdir())
@@ -63,11 +64,25 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypa
         os.killpg(pid, signal.SIGKILL)
 
 
+def test_a_forked_child_does_not_take_the_lock_away(tmp_path):
+    """Nor does it hold the lock, and it may leave the block itself."""
+    lock = contextlib.ExitStack()
+    lock.enter_context(only_one(tmp_path, "--output"))
+    assert wait(fork(lock.close)) == 0
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    child = fork(signal.pause)
+    lock.close()
+    with only_one(tmp_path, "--output"):  # a child that lives on is not in the way
+        pass
+    os.kill(child, signal.SIGKILL)
+    assert wait(child) == -signal.SIGKILL
+
+
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
-    def no_locks(*_):
+    def no_locks(*_, **options):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(io.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(io, "lock_descriptor", no_locks)
     warning = f"{tmp_path} cannot be locked (No locks available): start one run there"
     with only_one(tmp_path, "--output"):
         assert caplog.messages == [warning]

@@ -53,7 +53,7 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
     spare = ("unlink", "rmdir", "link")
     points = [point for point in points if point.split()[0] not in spare]
     earlier = sums(run / "checkpoints" / "step_2")
-    named = points.index("rename .step_2.tmp")
+    named = points.index("replace .step_2.tmp")
     for last in range(len(points)):
         step = 3 + last
         training.step(step)
@@ -299,7 +299,7 @@ def saves_that_fail_on_one(rank, folder):
     assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
     assert training.save(folder, 1, 2) is None
     earlier = sums(folder / "checkpoints")
-    linked = "rename .model.safetensors.tmp"
+    linked = "replace .model.safetensors.tmp"
     for failing in (
         "mkdir .step_2.tmp",
         "save_tensors ema.safetensors",

@@ -126,20 +126,23 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, m
 
     Tests that kill a process cannot show this: the system still writes what the dead process had handed over.
     """
-    calls = []  # paths that fsync flushes, and pairs of paths that rename gets, in their order
+    calls = []  # paths that fsync flushes, and pairs of paths that a renaming gets, in their order
     fsync = os.fsync
-    rename = os.rename
 
     def recorded_fsync(fd):
         calls.append(os.readlink(f"/proc/self/fd/{fd}"))
         fsync(fd)
 
-    def recorded_rename(source, target):
-        calls.append((str(source), str(target)))
-        rename(source, target)
+    def recorded(rename):
+        def record_and_rename(source, target):
+            calls.append((str(source), str(target)))
+            rename(source, target)
+
+        return record_and_rename
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, recorded(getattr(os, name)))
     checkpoints = tmp_path / "checkpoints"
     assert training.save(tmp_path, 1, 1) is None
     calls.clear()

@@ -18,7 +18,7 @@ from moh_vision.engine.step_folders import record_text
 from moh_vision.engine.weights import ModelEma
 
 # The calls of a save that change files.
-CALLS = [(os, name) for name in ("mkdir", "rename", "link", "fsync", "unlink", "rmdir")]
+CALLS = [(os, name) for name in ("mkdir", "rename", "replace", "link", "fsync", "unlink", "rmdir")]
 CALLS += [(pathlib.Path, "write_text"), (saver, "save_tensors")]
 
 

@@ -4,7 +4,6 @@
 user's cache folder. They are never required: without them plain PyTorch does the same work, only slower.
 """
 
-import fcntl
 import functools
 import hashlib
 import logging
@@ -14,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import lock_descriptor
 from torch.nn.attention import SDPBackend
 
 from moh_vision.common.io import cache_folder, whole_file
@@ -256,7 +257,7 @@ def _built() -> bool:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with open(library.with_name(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            lock_descriptor(lock.fileno())  # released when the file is closed
             if not (library.is_file() or failure.is_file()):
                 print(f"{BUILDING}, once; {BUILD}=off skips it", flush=True)
                 start = time.perf_counter()
@@ -270,6 +271,10 @@ def _built() -> bool:
 
 def _compiler() -> list[str]:
     """Return the command of the C++ compiler: $CXX if it is set, else the first of c++, g++ and clang++ that exists."""
+    if sys.platform != "linux":
+        raise ValueError(
+            f"the C++ operators are built on Linux, not on {sys.platform}. All works without, only slower on a CPU"
+        )
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         if not shutil.which(named[0]):

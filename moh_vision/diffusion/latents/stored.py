@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.common.errors import reason_of
+from moh_vision.common.io import check_pread
 from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage
 from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
 from moh_vision.data.sources import ImageSource, Sample
@@ -58,6 +59,7 @@ class LatentCache(ImageSource):
         file = latents_path(folder, split)
         if not file.is_file():
             raise FileNotFoundError(f"data.root {root}: no {file.name} in it, which latents have")
+        check_pread(folder)
         record = read_record(file)
         self.file = file
         self.record = record
