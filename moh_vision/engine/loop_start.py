@@ -1,5 +1,6 @@
 """Make a run's `TrainingLoop`: wrap the task, restore the checkpoint, open the log."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -9,17 +10,31 @@ from torch import nn
 from moh_vision.engine.best import Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState
-from moh_vision.engine.config import EmaConfig
+from moh_vision.engine.config import EmaConfig, RunConfig
+from moh_vision.engine.keys import flat, keys_of
 from moh_vision.engine.logging import RunLog, open_tracker
 from moh_vision.engine.ranks import by_main, from_first, say
 from moh_vision.engine.run_folder import OpenFolder
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.step import learning_rate
-from moh_vision.engine.step_folders import export
+from moh_vision.engine.step import NEXT_LEARNING_RATE, learning_rate
+from moh_vision.engine.step_folders import RECORD, export
 from moh_vision.engine.step_times import StepTimes
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
+
+# Keys that the learning rate of a step depends on; which of them a configuration has depends on the wing.
+OF_SCHEDULE = (
+    "max_steps",
+    "optim.epochs",
+    "optim.batch_size",
+    "optim.lr",
+    "optim.schedule",
+    "optim.min_lr",
+    "optim.warmup_steps",
+    "optim.warmup_epochs",
+    "optim.warmup_lr",
+)
 
 
 def start_loop(  # noqa: PLR0913
@@ -76,7 +91,7 @@ def start_loop(  # noqa: PLR0913
         state.check_options(config.optim.name)
     if span.checkpoint:
         restore(setup, span, folder, state)
-        say_new_schedule(rate, span, folder.earlier, config.max_steps)
+        say_new_schedule(rate, span, folder.earlier, config)
     saver = Saver(
         accelerator,
         folder.path,
@@ -170,15 +185,19 @@ def say_long_average(ema: EmaConfig | None, span: Span) -> None:
         )
 
 
-def say_new_schedule(rate: partial, span: Span, earlier: dict | None, max_steps: int) -> None:
-    """Print a line if a changed max_steps changes the next step's learning rate."""
-    before = (earlier or {}).get("max_steps")
-    if not isinstance(before, int) or before == max_steps or span.start == max_steps:
+def say_new_schedule(rate: partial, span: Span, earlier: dict, config: RunConfig) -> None:
+    """Print a line if the next step has another learning rate than the run had for it before it was resumed."""
+    record = json.loads((span.checkpoint / RECORD).read_text())
+    as_before = f"{record[NEXT_LEARNING_RATE]:.3g}"
+    as_now = f"{rate(span.start):.3g}"
+    if as_before == as_now or span.start == span.stop:
         return
-    if rate.keywords["max_steps"] != max_steps:
-        return  # the schedule does not end at max_steps
-    as_before = rate(span.start, max_steps=before)
-    as_now = rate(span.start)
-    if as_before != as_now:
-        change = f"goes from {as_before:.3g} to {as_now:.3g}"
-        say(f"max_steps {before} -> {max_steps}: the learning rate at step {span.start} {change}")
+    keys = keys_of(type(config))
+    before = dict(flat(earlier, keys))
+    now = dict(flat(config.tree(), keys))
+    names = [name for name in OF_SCHEDULE if name in now and before.get(name) != now[name]]
+    if now.get("optim.epochs") and "max_steps" in names:
+        names.remove("max_steps")  # the schedule ends with the epochs, wherever the run ends
+    changes = [f"{name} {before.get(name)} -> {now[name]}" for name in names]
+    cause = "; ".join(changes) or "another number of training images"
+    say(f"{cause}: the learning rate at step {span.start} goes from {as_before} to {as_now}")

@@ -69,18 +69,30 @@ class Saver:
         if accelerator.num_processes > 1:
             self.group = dist.new_group(backend="gloo")
 
-    def save(self, step: int, metadata: dict[str, object], last: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        metadata: dict[str, object],
+        last: bool = False,
+        plain: dict[str, object] | None = None,
+    ) -> None:
         """Copy the state after `step` steps, and write it in a thread.
 
-        The `last` save, and without `background` every save, waits for the thread. The weights store `metadata`, from
-        which the model can be rebuilt. Every process raises SaveError after three failures in a row, or if the `last`
-        save failed.
+        The `last` save, and without `background` every save, waits for the thread. Every process raises SaveError after
+        three failures in a row, or if the `last` save failed.
+
+        Args:
+            step: number of steps done.
+            metadata: what the weights store, from which the model can be rebuilt.
+            last: whether the run ends here.
+            plain: further entries of step.json.
         """
         if self.writing and not self.writing.done():
             say(f"step {step} waits for the checkpoint that is being written")
         self.finish()
         begun = time.monotonic()
         snapshot = self.state.snapshot()
+        snapshot.plain.update(plain or {})
         writer = ThreadPoolExecutor(1)
         metadata = dict(metadata, step=step)
         self.writing = writer.submit(self._work, step, snapshot, metadata, last, begun)

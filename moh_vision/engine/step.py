@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from moh_vision.engine.ranks import greatest
 
 MAX_BAD_STEPS = 10
+NEXT_LEARNING_RATE = (
+    "next_learning_rate"  # entry of step.json: the rate that the schedule has for the step to come
+)
 
 
 def learning_rate(

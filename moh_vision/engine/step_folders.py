@@ -25,7 +25,7 @@ from moh_vision.common.io import (
     sha256_of,
 )
 
-FORMAT = 4
+FORMAT = 5
 RECORD = "step.json"
 # Files of the newest checkpoint that RUN has too, see `export`.
 EXPORTED = ("model.safetensors", "ema.safetensors")

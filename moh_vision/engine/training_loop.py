@@ -28,6 +28,7 @@ from moh_vision.engine.ranks import attempt
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import (
+    NEXT_LEARNING_RATE,
     Agreement,
     SkippedSteps,
     agree,
@@ -270,7 +271,8 @@ class TrainingLoop:
             left = self._first_weights_left()
             if left:
                 metadata["first_weights_left"] = round(left, 4)
-            self.saver.save(self.done, metadata, last)
+            plain = {NEXT_LEARNING_RATE: self.schedule(self.done)}
+            self.saver.save(self.done, metadata, last, plain)
             self.log.pause()
 
     # ------------------------------------------------------------------ what is logged

@@ -35,10 +35,14 @@ from moh_vision.models.counts import least_activations
 from moh_vision.models.weights import create, from_run
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
+from tests.support.pictures import write_folder
 from tests.support.refusals import refused
 from tests.support.small_runs import arguments, entries, logged, results, same, script
 
 STEPS = 30
+
+
+TWO_STEPS = "--optim.lr 1e-3 --optim.min_lr 0 --optim.warmup_steps 0 --optim.epochs .04".split()
 
 
 def train(task, output, steps, *more):
@@ -372,6 +376,53 @@ def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
     ):
         argv = ["--grid", tmp_path / "never.png", "--checkpoint", checkpoint]
         assert words in refused(capsys, sample.main, *argv)
+
+
+# ---------------------------------------------------------------- another learning rate after a resume
+
+# A run did 2 steps of a cosine of 7: optim.epochs .04 of 1,437 digits in batches of 8. The rates of step 2 are
+# .5 (1 + cos(2 pi / 7)) = .812 of the peak, and .950 where the cosine has 14 steps.
+RESUMED = {
+    "the run's length alone": ("--max_steps 4", None),
+    "optim.epochs": (
+        "--max_steps 4 --optim.epochs .08 --allow_change optim.epochs",
+        "optim.epochs 0.04 -> 0.08: the learning rate at step 2 goes from 0.000812 to 0.00095",
+    ),
+    "optim.lr": (
+        "--max_steps 4 --optim.lr 5e-4 --allow_change optim.lr",
+        "optim.lr 0.001 -> 0.0005: the learning rate at step 2 goes from 0.000812 to 0.000406",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "run"
+    train("cls", folder, 2, *TWO_STEPS)
+    return folder
+
+
+@pytest.mark.parametrize("options, line", RESUMED.values(), ids=RESUMED)
+def test_a_line_says_that_a_resumed_run_has_another_learning_rate(
+    two_steps, tmp_path, capsys, options, line
+):
+    shutil.copytree(two_steps, tmp_path / "run")
+    train("cls", tmp_path / "run", 2, *TWO_STEPS, *options.split())
+    said = [text for text in capsys.readouterr().out.splitlines() if "goes from" in text]
+    assert said == [line] * (line is not None)
+
+
+def test_a_line_says_that_more_images_change_the_learning_rate(tmp_path, capsys):
+    """Two epochs of 8 images in batches of 4 are 4 steps, of 16 images 8."""
+    of_epochs = "--optim.lr 1e-3 --optim.warmup_steps 0 --optim.batch_size 4 --optim.epochs 2 --data.img_size 8"
+    options = [*of_epochs.split(), "--data.root", str(tmp_path / "images")]
+    write_folder(tmp_path / "images", train=4)
+    train("cls", tmp_path / "run", 2, *options)
+    shutil.rmtree(tmp_path / "images")
+    write_folder(tmp_path / "images", train=8)
+    train("cls", tmp_path / "run", 3, *options, "--allow_change", "data.root")
+    line = "another number of training images: the learning rate at step 2 goes from 0.0005 to 0.000854\n"
+    assert line in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- previews and scores while training

@@ -117,7 +117,7 @@ def to_folder(file):
 # Fault -> (damages the folder `f` of a checkpoint, the reason that is given).
 CASES = {
     "no record": (lambda f: (f / "step.json").unlink(), "step.json is missing"),
-    "a future format": (lambda f: put(f, format=5), f"step.json has format 5 of moh_vision {moh_vision.__version__}; this is {moh_vision.__version__}, which reads 4"),
+    "a future format": (lambda f: put(f, format=6), f"step.json has format 6 of moh_vision {moh_vision.__version__}; this is {moh_vision.__version__}, which reads 5"),
     "another step": (lambda f: seal(f, step=40), "step.json is of step 40"),
     "a name outside": (list_a_file_outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
     "an absolute name": (lambda f: list_files(f, {"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
