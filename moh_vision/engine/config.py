@@ -257,7 +257,8 @@ class RunConfig(CommonConfig):
     compile: bool = key(False)
     """Compile the model and its losses with torch.compile."""
     tracker: Literal["tensorboard", "wandb"] | None = key(None, free=True)
-    """Also log to "tensorboard" (events in OUTPUT/tensorboard) or "wandb"."""
+    """Also log to "tensorboard" (events in OUTPUT/tensorboard) or "wandb" (its id of the run in
+    OUTPUT/wandb_id.txt)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

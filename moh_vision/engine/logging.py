@@ -1,7 +1,6 @@
 """What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a progress bar or lines, result files."""
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -28,6 +28,7 @@ from moh_vision.common.progress import Progress, say
 from moh_vision.engine.step_times import StepTimes
 
 UNITS = dict(images="img", tokens="tok")  # abbreviations for the screen
+WANDB_ID = "wandb_id.txt"
 PACKAGES = (
     "torch",
     "torchvision",
@@ -63,6 +64,7 @@ class RunLog:
         enabled: whether this is the main process; others log nothing.
         title: title of the run on the screen.
         tracker: what `open_tracker` returned.
+        tracker_goes_on: whether the run has logged to this tracker before.
         unit: what the rate counts, a key of UNITS.
         ends_with_validation: whether the run validates after its last step. If it is resumed there, it validates again.
         times: measures the parts of the steps, until the first interval after the first step is logged.
@@ -74,6 +76,7 @@ class RunLog:
     enabled: bool
     title: str
     tracker: Any = None
+    tracker_goes_on: bool = False
     unit: str = "images"
     ends_with_validation: bool = True
     times: StepTimes = field(default_factory=StepTimes)
@@ -82,8 +85,15 @@ class RunLog:
         self.pause()
         # End of this process's first step, which compiles and fills caches; 0 before.
         self.warm = 0.0
+        # Whether a finished run validates again. The tracker, which takes nothing back, then keeps the first validation.
+        self.validates_again = False
         if self.enabled:
-            kept = [entry for entry in logged(self.path) if self._stays(entry)]
+            entries = list(logged(self.path))
+            kept = [entry for entry in entries if self._stays(entry)]
+            self.validates_again = any(
+                entry["step"] == self.start and "validation" in entry and entry not in kept
+                for entry in entries
+            )
             write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
             self.file = open(self.path, "a", buffering=1)
         else:
@@ -99,6 +109,8 @@ class RunLog:
 
     def _stays(self, entry: dict) -> bool:
         """Return whether an entry of the log stays: whether it is about work that this process will not do again."""
+        if not self.start:
+            return False
         finished = self.start == self.total and self.ends_with_validation
         if finished and "validation" in entry:
             return entry["step"] < self.start
@@ -166,7 +178,8 @@ class RunLog:
     def _write(self, step: int, values: dict) -> None:
         plain, _ = without_nan(values)  # the loss of a skipped step may be NaN
         self.file.write(json.dumps({"step": step, **plain}) + "\n")
-        if self.tracker:
+        again = self.validates_again and self.tracker_goes_on and "validation" in values
+        if self.tracker and not again:
             self.tracker.log(numbers(plain), step=step)
 
     def say(self, text: str) -> None:
@@ -213,15 +226,24 @@ def open_tracker(name: str | None, run: Path, start: int, title: str, config: di
     if name is None or not enabled:
         return None
     if name == "tensorboard":
-        tracker = TensorBoardTracker("tensorboard", run, purge_step=start + 1)
+        first_dropped = start + 1
+        if not start:
+            first_dropped = 0  # the run begins anew
+        tracker = TensorBoardTracker("tensorboard", run, purge_step=first_dropped)
     else:
-        # wandb resumes a run by its id, which is the same for the same folder.
-        run_id = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
-        tracker = WandBTracker(title, dir=str(run), name=run.name, id=run_id, resume="allow")
+        tracker = WandBTracker(title, dir=str(run), name=run.name, id=wandb_id(run), resume="allow")
     tracker.start()
     if name == "wandb":
         tracker.store_init_configuration(config)
     return tracker
+
+
+def wandb_id(run: Path) -> str:
+    """Return the id by which wandb resumes a run: drawn when the run first logs there, and kept in its folder."""
+    file = run / WANDB_ID
+    if not file.exists():
+        write_whole(file, uuid.uuid4().hex)
+    return file.read_text()
 
 
 def numbers(values: dict, prefix: str = "") -> dict:

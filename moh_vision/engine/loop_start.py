@@ -165,12 +165,24 @@ def open_log(setup: RunSetup, span: Span, folder: Path, title: str, **log_option
     accelerator = setup.accelerator
     accelerator.wait_for_everyone()  # all processes must have read metrics.jsonl before the main one rewrites it
     main = accelerator.is_main_process and not config.estimate  # an estimate logs nothing
+    # Both trackers write into a folder of their own name.
+    tracker_goes_on = (folder / str(config.tracker)).is_dir()
     tracker = open_tracker(
         config.tracker, folder, span.start, f"moh_vision {title}", config.tree(), main
     )
     file = folder / "metrics.jsonl"
     times = StepTimes(accelerator.device)
-    return RunLog(file, span.start, span.stop, main, title, tracker, times=times, **log_options)
+    return RunLog(
+        file,
+        span.start,
+        span.stop,
+        main,
+        title,
+        tracker,
+        tracker_goes_on,
+        times=times,
+        **log_options,
+    )
 
 
 def say_long_average(ema: EmaConfig | None, span: Span) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moh_vision.common.io import LOCK, RUN_CONFIG, hidden_path, only_one, write_whole
 from moh_vision.engine.command_line import dump, load_tree
-from moh_vision.engine.logging import logged
+from moh_vision.engine.logging import WANDB_ID, logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
@@ -175,7 +175,15 @@ class RunFolder:
 
 def only_records(folder: Path) -> bool:
     """Return whether a folder holds only what a run writes before step 1: neither weights nor losses."""
-    records = {RUN_CONFIG, LOCK, "attention.json", "data.json", "frozen.json", "environment.jsonl"}
+    records = {
+        RUN_CONFIG,
+        LOCK,
+        WANDB_ID,
+        "attention.json",
+        "data.json",
+        "frozen.json",
+        "environment.jsonl",
+    }
 
     def is_from_before_step_1(path: Path) -> bool:
         if path.name == "metrics.jsonl":

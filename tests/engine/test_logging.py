@@ -20,7 +20,7 @@ from moh_vision.classification.train import main
 from moh_vision.common.progress import Progress
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.schedulers import SAMPLERS
-from moh_vision.engine import logging
+from moh_vision.engine import accelerator, logging, loop_start
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import (
     RunLog,
@@ -28,6 +28,7 @@ from moh_vision.engine.logging import (
     commit,
     ending,
     open_tracker,
+    wandb_id,
     write_json,
 )
 from tests.support.refusals import refuse
@@ -94,7 +95,7 @@ def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(caps
 # ---------------------------------------------------------------- a tracker
 
 
-def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
+def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_in_the_folder(tmp_path, monkeypatch):
     """wandb is not a dependency, so a fake module records the calls."""
     PartialState()  # in a script the accelerator makes it
     started = []
@@ -127,6 +128,7 @@ def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_p
         log.close()
     first, config, second, _ = started
     assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
+    assert first["id"] == (tmp_path / "run" / "wandb_id.txt").read_text()
     assert first["project"] == "moh_vision dit" and first["name"] == "run"
     (step, values), validation, images, end = told[:4]
     assert step == 0
@@ -134,6 +136,76 @@ def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_p
     assert "grad_norm" not in values  # it is NaN
     assert validation == (1, {"validation/top1": 50.0}) and end == "finished"
     assert images == (1, {"samples": [(8, 8, 3)] * 4})
+
+
+def test_the_id_of_wandb_is_of_the_run_and_not_of_its_path(tmp_path):
+    """A run that starts over at the same path is another one; a folder that was moved is the same."""
+    run = tmp_path / "run"
+    first = wandb_id(run)
+    run.rename(tmp_path / "run.1")  # as --fresh does
+    assert wandb_id(run) != first == wandb_id(tmp_path / "run.1")
+
+
+class Tracker:
+    """Keeps what it gets, as tensorboard does."""
+
+    name = "tensorboard"
+
+    def __init__(self):
+        self.got = []
+
+    def log(self, values, step):
+        self.got.append((step, values))
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["the same tracker", "a new tracker"])
+def test_a_finished_run_that_validates_again_sends_no_second_validation(tmp_path, goes_on):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 6, "loss": 1.0}\n{"step": 6, "validation": {"top1": 1.0}}\n')
+    tracker = Tracker()
+    log = RunLog(path, 6, 6, True, "t", tracker, tracker_goes_on=goes_on)
+    log.event(6, {"validation": {"top1": 1.0}}, "v")
+    log.close()
+    assert tracker.got == [(6, {"validation/top1": 1.0})] * (not goes_on)
+    assert [entry["step"] for entry in entries(tmp_path)] == [6, 6]
+
+
+def test_the_same_command_on_a_finished_run_leaves_one_validation_in_its_tracker(
+    tmp_path, monkeypatch
+):
+    tracker = Tracker()
+
+    def open_fake(name, run, *_):
+        (run / name).mkdir(exist_ok=True)
+        return tracker
+
+    monkeypatch.setattr(loop_start, "open_tracker", open_fake)
+    monkeypatch.setattr(accelerator, "check_tracker", lambda name: None)
+    for _ in range(2):
+        main(arguments("cls", tmp_path / "run", 1, 1, "--tracker", "tensorboard"))
+    assert [step for step, values in tracker.got if "validation/top1" in values] == [1]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_logs_its_beginning_once(tmp_path):
+    for _ in range(2):
+        log = RunLog(tmp_path / "metrics.jsonl", 0, 6, True, "t")
+        log.event(0, {"trained_parameters": 3}, "training 3 parameters")
+        log.close()
+    assert entries(tmp_path) == [{"step": 0, "trained_parameters": 3}]
+
+
+@pytest.mark.parametrize("start, dropped", [(0, 0), (4, 5)])
+def test_tensorboard_drops_what_is_done_again(tmp_path, monkeypatch, start, dropped):
+    PartialState()
+    asked = []
+    fake = SimpleNamespace(SummaryWriter=lambda folder, **options: asked.append((folder, options)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    monkeypatch.setattr(torch.utils, "tensorboard", fake, raising=False)
+    open_tracker("tensorboard", tmp_path, start, "moh_vision dit", {}, True)
+    assert asked == [(str(tmp_path / "tensorboard"), {"purge_step": dropped})]
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):

@@ -380,7 +380,7 @@ def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
 
 # ---------------------------------------------------------------- another learning rate after a resume
 
-# A run did 2 steps of a cosine of 7: optim.epochs .04 of 1,437 digits in batches of 8. The rates of step 2 are
+# A run did 2 steps of a cosine of 7: optim.epochs .04 of 1,442 digits in batches of 8. The rates of step 2 are
 # .5 (1 + cos(2 pi / 7)) = .812 of the peak, and .950 where the cosine has 14 steps.
 RESUMED = {
     "the run's length alone": ("--max_steps 4", None),
