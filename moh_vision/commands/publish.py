@@ -37,7 +37,7 @@ from moh_vision.common.errors import reason_of
 from moh_vision.common.io import give_name, run_of, sha256_of, step_of
 from moh_vision.common.progress import say
 from moh_vision.data.decode import AS_STORED
-from moh_vision.data.hub import PREFIX
+from moh_vision.data.hub import hub_name
 from moh_vision.data.splits import RECORD
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe, full_name
@@ -322,11 +322,15 @@ def make_card(
             for key, value in run_at_share.scores.items():
                 if value is not None:
                     shown.append((COLUMNS[key], value, f", at a share of {share}"))
-    head = dict(
-        library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run)
+    metadata_of_card = ModelCardData(
+        library_name=saved["library"],
+        pipeline_tag=saved["task"],
+        datasets=datasets_of(run),
+        license=license or license_of_weights(run),
+        tags=["moh_vision"],
     )
     card = ModelCard.from_template(
-        ModelCardData(**head, license=license or license_of_weights(run), tags=["moh_vision"]),
+        metadata_of_card,
         template_path=Path(__file__).with_name("model_card.md"),
         name=name,
         metadata=metadata,
@@ -348,6 +352,8 @@ def make_card(
         **saved,
     )
     card.text = without_paths(card.text)
+    # The card has read its own text: it is YAML, and says what it was made of.
+    assert card.data.to_dict() == metadata_of_card.to_dict()
     return card
 
 
@@ -368,19 +374,12 @@ def share_arguments(model: nn.Module) -> str:
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:
-    """Return the names of the hub's data sets that a run used, for the card, or None if it used none.
-
-    A local folder is left out: the hub may have another data set of its name.
-    """
+    """Return the names of the hub's data sets that a run used, for the card, or None if it used none."""
     roots = [source["root"] for source in run.config.get("data.mixture") or ()]
     if not roots:
         roots = [run.config.get("data.root")]
-    named = [
-        root.removeprefix(PREFIX).partition(":")[0]
-        for root in map(str, roots)
-        if root.startswith(PREFIX)
-    ]
-    return list(dict.fromkeys(named)) or None
+    names = [hub_name(str(root)) for root in roots]
+    return list(dict.fromkeys(filter(None, names))) or None
 
 
 def data_of(run: ScoredRun) -> str:
@@ -425,6 +424,14 @@ def check_repo(repo: str) -> None:
         raise ValueError(f"--repo {repo}: {reason_of(error)}") from None
 
 
+def check_license(name: str) -> None:
+    """Raise ValueError unless a name is written as the hub's names of licenses are; the hub refuses others."""
+    if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", name):
+        raise ValueError(
+            f"--license {name}: expected a name of the hub's, such as apache-2.0, cc-by-4.0 or other"
+        )
+
+
 def options(add) -> None:
     add("run", type=Path, metavar="RUN", help="run, its checkpoint, or a file of weights in either")
     add("--output", type=Path, required=True, metavar="FOLDER", help="a new folder")
@@ -440,6 +447,8 @@ def work(options) -> None:
     repo = options.repo
     if repo:
         check_repo(repo)
+    if options.license is not None:
+        check_license(options.license)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))

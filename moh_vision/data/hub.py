@@ -1,9 +1,11 @@
 """Images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import parse_qsl
 
 import numpy as np
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from moh_vision.common.io import composed
 from moh_vision.data.sources import MAX_CLASSES, ImageSource, read_file
@@ -33,6 +35,21 @@ def hub_split(root: str, names: Sequence[str], key: str = "data.root"):
     if split is None:
         raise ValueError(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
     return splits[split], f"{root}, split {split}"
+
+
+def hub_name(root: str) -> str | None:
+    """Return OWNER/NAME or NAME of the data set on the hub that a root means; None for a local folder or another root."""
+    if not root.startswith(PREFIX):
+        return None
+    path, _, _ = root.removeprefix(PREFIX).partition("?")
+    name, _, _ = path.partition(":")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    if Path(name).exists():  # which `datasets` prefers to the hub's
+        return None
+    return name
 
 
 class HubDataset(ImageSource):

@@ -25,6 +25,7 @@ from moh_vision.diffusion import loading, sample
 from moh_vision.language import train as train_text
 from tests.support import small_runs
 from tests.support.paths import ROOT
+from tests.support.refusals import refused
 
 # Runs the code of each card and compares the model that it loads with that of the run. Weights are cloned first: the last
 # bits of a product depend on the alignment of its tensors, which differs between files.
@@ -222,6 +223,35 @@ def test_data_of_a_language_model():
     run = ScoredRun(ROOT, "text", TEXT["clm"], config, steps=0, scores={}, scored_on="")
     assert datasets_of(run) == ["anna/books"]
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
+
+
+@pytest.mark.parametrize(
+    "root, names",
+    [
+        ("hfds/uoft-cs/cifar100?label=coarse_label", ["uoft-cs/cifar100"]),
+        ("hfds/anna/pets:small?image=a&label=b", ["anna/pets"]),
+        ("hfds/cifar100", ["cifar100"]),
+        ("hfds/./pics", None),
+        ("hfds/../data/pics/", None),
+        ("hfds//data/pics", None),
+        ("hfds/local/pics", None),
+        ("digits", None),
+        ("stuff", None),
+    ],
+)
+def test_the_card_names_data_sets_of_the_hub_alone(tmp_path, monkeypatch, root, names):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local" / "pics").mkdir(parents=True)
+    run = ScoredRun(
+        ROOT, "classification", "images", {"data.root": root}, steps=0, scores={}, scored_on=""
+    )
+    assert datasets_of(run) == names
+
+
+def test_a_license_that_the_hub_does_not_know_is_refused(tmp_path, capsys):
+    argv = ["publish", tmp_path, "--output", tmp_path / "out", "--license", "Apache 2.0"]
+    words = "--license Apache 2.0: expected a name of the hub's, such as apache-2.0"
+    assert words in refused(capsys, main, *argv, silent=True)
 
 
 def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
