@@ -10,6 +10,7 @@ kept, and the exit code is 2.
 """
 
 import contextlib
+import io
 import json
 import logging
 import shlex
@@ -265,6 +266,16 @@ def groups_text(model: nn.Module) -> str:
     return text
 
 
+def innermost(error: BaseException) -> BaseException:
+    """Return the exception with which a chain of `raise ... from ...` began.
+
+    torch's ONNX exporter wraps an error several times, in texts that say which step failed and not why.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 @torch.no_grad()
 def write(
     module: nn.Module,
@@ -288,12 +299,15 @@ def write(
             quiet.callback(
                 logging.disable, logging.root.manager.disable
             )  # restores the present level
-            logging.disable(logging.WARNING)
+            logging.disable(logging.ERROR)
+            # torch prints the whole graph there if it cannot be traced to its end.
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
             try:
                 run = export(module, file, form, batch, metadata)
             except Exception as error:  # torch and ONNX raise many kinds
+                cause = innermost(error)
                 raise ValueError(
-                    f"{metadata['architecture']} cannot be exported: {reason_of(error)}"
+                    f"{metadata['architecture']} cannot be exported: {type(cause).__name__}: {reason_of(cause)}"
                 ) from None
         errors = []
         for batches in cases:

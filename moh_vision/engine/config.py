@@ -148,7 +148,8 @@ class OptimConfig(Section, section="optim"):
     )
     """Images per step over all processes and accumulation."""
     accumulation: int = key(1, ge=1)
-    """Micro-batches that make up a step."""
+    """Micro-batches that make up a step. Its losses are their mean; a load-balance loss counts the load of each, so with
+    balance_weight or moa_balance_weight the gradient differs a little from the one of the undivided batch."""
     clip_norm: float = key(
         0.0, ge=0, needs=f"{TRAINS} or block_descent.mode=joint", also="grad_clip max_grad_norm"
     )

@@ -184,7 +184,7 @@ class TextOptimConfig(OptimConfig):
     batch_size: int = key(32, needs=READS_BLOCKS)
     """Blocks per step, over all processes and micro-batches. (Translation: data.max_tokens.)"""
     accumulation: int = key(1)
-    """Micro-batches that make up a step, on each process."""
+    """Micro-batches that make up a step, on each process. A load-balance loss counts the load of each, and is their mean."""
     schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = key("inverse_sqrt")
     """After the warm-up: "inverse_sqrt", as 1 / sqrt(step); "linear" or "cosine", to min_lr at max_steps; "constant"."""
     warmup_steps: int = key(4000)

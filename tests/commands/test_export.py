@@ -273,6 +273,40 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     refuse("depend on heads that would leave", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
+def of_an_operator_without_onnx(self, images):
+    return self.model(images) + torch.linalg.matrix_exp(images[:, 0]).mean()
+
+
+def by_a_value(self, images):
+    logits = self.model(images)
+    return logits if logits.sum() > 0 else -logits
+
+
+def that_fails(self, images):
+    if torch.compiler.is_exporting():
+        raise KeyError("scale")
+    return self.model(images)
+
+
+@pytest.mark.parametrize(
+    "forward, words",
+    [
+        (of_an_operator_without_onnx, "DispatchError: No ONNX function found for"),
+        (by_a_value, "GuardOnDataDependentSymNode: Could not guard on data-dependent expression"),
+        (that_fails, "KeyError: 'scale'"),
+    ],
+)
+def test_a_failed_export_says_the_innermost_cause(
+    run, tmp_path, run_command, monkeypatch, forward, words
+):
+    _, folder = run("vit", {**VIT, **ONE})
+    monkeypatch.setattr(exporting.Classifier, "forward", forward)
+    output = tmp_path / "m.onnx"
+    code, _, error = run_command("export", folder, "--format", "onnx", "--output", output)
+    assert code == 2 and error.count("\n") == 1
+    assert f"moh_vit_tiny_patch16_224 cannot be exported: {words}" in error
+
+
 def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch):
     _, folder = run("vit", VIT)
 
