@@ -26,11 +26,17 @@ from moh_vision.data.batches import (
 )
 from moh_vision.data.decode import Decoding
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.data.splits import match_classes, open_source, with_classes
+from moh_vision.data.splits import (
+    match_classes,
+    open_source,
+    refuse_idle_fraction,
+    with_classes,
+)
 from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.ranks import say
+from moh_vision.evaluation.accuracy import refuse_not_finite
 from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
@@ -101,7 +107,9 @@ class OpenedClassifier(Opened):
     def scores(self) -> dict:
         images = self.data("val")
         task = ClassificationTask(self.model.to(self.accelerator.device), balance_weight=0.0)
-        return validate(task, images, self.config.data, self.accelerator, Progress.over)[0]
+        scores, _, _ = validate(task, images, self.config.data, self.accelerator, Progress.over)
+        refuse_not_finite(scores, self.metadata["weights"])
+        return scores
 
     def make_forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
@@ -172,6 +180,7 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
         raise ValueError(
             f"--data.root is needed: {config.checkpoint} is no run, whose configuration says which images"
         )
+    _refuse_val_fraction(config)
     with accelerator.main_process_first():
         if config.labels:
             source = open_labelled(config.data.root, config.labels)
@@ -182,6 +191,22 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
     for remark in source.remarks:
         say(remark)
     return source
+
+
+def _refuse_val_fraction(config: OpenedClsConfig) -> None:
+    """Refuse a data.val_fraction on the command line that has no effect, or would score images that were trained on."""
+    refuse_idle_fraction(config.data, config.given)
+    if "data.val_fraction" not in config.given:
+        return
+    if config.labels:
+        raise ValueError(f"data.val_fraction has no effect with labels {config.labels}")
+    trained = parse_config(OpenedClsConfig, ["--checkpoint", config.checkpoint], "open_run").data
+    asked = config.data.val_fraction or 0
+    if trained.root == config.data.root and asked > (trained.val_fraction or 0):
+        raise ValueError(
+            f"data.val_fraction {asked:g}: {config.checkpoint} was trained with {trained.val_fraction}, so that images would be "
+            "for validation that it was trained on"
+        )
 
 
 DECODING = ("colour_space", "value_range")  # keys of `Decoding`

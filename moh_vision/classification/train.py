@@ -5,6 +5,7 @@ The same command resumes the run; --help prints every key.
 """
 
 import json
+import math
 from dataclasses import asdict
 
 import torch
@@ -26,13 +27,19 @@ from moh_vision.data.batches import (
     evenly_spread,
     training_loader,
 )
+from moh_vision.data.copies import warn_of_copies
 from moh_vision.data.decode import Decoding
 from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import PositionSampler
-from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
+from moh_vision.data.splits import (
+    DataRecord,
+    open_splits,
+    refuse_idle_fraction,
+    refuse_other_classes,
+)
 from moh_vision.data.stream import open_stream
-from moh_vision.engine.best import BEST, Best
+from moh_vision.engine.best import BEST, Best, value_of
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
@@ -78,6 +85,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- data
     name, arguments = name_and_arguments(config, "classification", config.fresh)
+    refuse_idle_fraction(data, config.given)
     with accelerator.main_process_first():
         decoding = Decoding.of(data)
         source, val = open_splits(
@@ -94,6 +102,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     say(splits.in_short(data.root, source, stop, batch_size, val))
     if settled:
         say(settled)
+    if accelerator.is_main_process:
+        warn_of_copies(f"data.root {data.root}", source, val, say)
     say_what_is_lost(f"data.root {data.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", data.img_size, source.channels, setup.micro_batch)
 
@@ -263,7 +273,8 @@ class Evaluation:
         by_weights = dict(ema=averaged, model=last)
         better = "ema"
         worse = "model"
-        if last[0]["top1"] > averaged[0]["top1"]:
+        top1 = {name: value_of(scores, "top1") for name, (scores, *_) in by_weights.items()}
+        if math.isnan(top1["ema"]) or top1["model"] > top1["ema"]:
             better = "model"
             worse = "ema"
         self.select_weights(better)

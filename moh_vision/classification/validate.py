@@ -29,7 +29,7 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import say
 from moh_vision.engine.signals import StopSignals
-from moh_vision.evaluation.accuracy import summary
+from moh_vision.evaluation.accuracy import refuse_not_finite, summary
 
 NAME = "validate.py"
 
@@ -60,6 +60,7 @@ def report(config: ValidateConfig, accelerator) -> None:
     images = opened.data("val")
     say_what_is_lost(f"data.root {config.data.root}", {split: images.source}, say)
     scores, load, predictions = validate(task, images, config.data, accelerator, progress)
+    refuse_not_finite(scores, metadata["weights"])
     files = []
     evaluated = dict(
         model=metadata["architecture"],

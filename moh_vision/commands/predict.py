@@ -7,6 +7,7 @@ and other options of validate.py. An unreadable image is named on stderr; the ot
 code is 2.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,11 @@ from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
 ENDINGS = (".json",)
-IDLE = ("data.root", "data.max_bad_fraction")  # keys of validate.py that have no effect here
+IDLE = (
+    "data.root",
+    "data.val_fraction",
+    "data.max_bad_fraction",
+)  # keys of validate.py that have no effect here
 Likeliest = list[tuple[int, float]]  # (class, probability), the likeliest first
 
 
@@ -136,6 +141,10 @@ def work(options) -> None:
     batches = evaluation_loader(images, slices, workers, unreadable)
     predictions = []
     for number, likeliest in predict(model, batches, accelerator, options.top):
+        if math.isnan(likeliest[0][1]):
+            raise ValueError(
+                f"{files[number]}: the classifier's logits are NaN or infinite; weights of {metadata['weights']}"
+            )
         classes = [(names[index], probability) for index, probability in likeliest]
         predictions.append(dict(image=files[number], classes=classes))
         shown = " | ".join(f"{100 * probability:.2f} % {name}" for name, probability in classes)

@@ -97,10 +97,7 @@ def search_budget(
 
     def measured(budgets: Sequence[HeadBudget], where: str) -> float:
         with running(model, model_budgets(model)._replace(**{parts: tuple(budgets)})):
-            loss = float(loss_of(model))
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss with {where} is {loss}")
-        return loss
+            return finite(loss_of(model), where)
 
     loss_of_all = measured(full, f"all {parts}")
     losses = []
@@ -114,6 +111,14 @@ def search_budget(
         losses.append(by_heads)
         progress(number, by_heads)
     return cheapest(losses, total), losses
+
+
+def finite(loss: float, where: str) -> float:
+    """Return a loss; raise ValueError, which names `where`, if it is not finite."""
+    loss = float(loss)
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss with {where} is {loss}")
+    return loss
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
@@ -181,7 +186,7 @@ def compare(
     for name, heads in counts.items():
         budgets = [replace(budget, routed=k - budget.shared) for budget, k in zip(saved, heads)]
         with running(model, model_budgets(model)._replace(**{parts: tuple(budgets)})):
-            compared[name] = dict(active=heads, loss=float(loss_of(model)))
+            compared[name] = dict(active=heads, loss=finite(loss_of(model), f"the {name} budget"))
     return compared
 
 

@@ -8,18 +8,23 @@ import copy
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
+from moh_vision.common.errors import some_of
 from moh_vision.common.io import composed
-from moh_vision.data.sources import ImageSource, read_file
+from moh_vision.common.progress import Progress
+from moh_vision.data.sources import ImageSource, file_size, read_file
 
 # The extensions that are looked for.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
+# Bytes in the middle of a file that, with its size, decide about its part of a division: pixels, not a header that many
+# files share. To read whole files would take as long as an epoch.
+MIDDLE = 16_384
 # Folders of these names are not taken for classes where no folder says what is trained on.
 SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -126,8 +131,8 @@ def split_folders(root: str | Path) -> dict[str, Path]:
 def undivided_folder(root: str | Path) -> Path | None:
     """Return the folder of images in `root` that has no validation images beside it; None if there is none.
 
-    That is ROOT/train; or `root` if it holds images and no folders, or if its folders are classes: each holds images, and
-    none has a name of a split.
+    That is ROOT/train; or `root` if it holds images and no folders, or if its folders are classes: none has a name of a
+    split, and one or more hold images outside of further folders.
     """
     root = Path(root)
     if not root.is_dir() or any(root.glob("*.tar")):
@@ -138,10 +143,8 @@ def undivided_folder(root: str | Path) -> Path | None:
     classes = subfolders(root)
     if SPLIT_NAMES.intersection(name.lower() for name in classes):
         return None
-    holding = [
-        _holds_images_directly(folder) for folder in [root / name for name in classes] or [root]
-    ]
-    return root if all(holding) else None
+    folders = [root / name for name in classes] or [root]
+    return root if any(map(_holds_images_directly, folders)) else None
 
 
 def _is_image(entry: os.DirEntry) -> bool:
@@ -154,6 +157,21 @@ def _holds_images_directly(folder: Path) -> bool:
 
 def _holds_images(folder: Path) -> bool:
     return any(_is_image(entry) for entry, _ in walk(folder, ""))
+
+
+def content_hash(path: str, name: str) -> int:
+    """Return 64 bits that follow from the size of a file and the MIDDLE bytes in its middle.
+
+    They follow from `name` for a file that cannot be read, which the run reports when it comes to it.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            middle = os.pread(file.fileno(), MIDDLE, max(0, size - MIDDLE) // 2)
+        digest = hashlib.sha256(f"{size} ".encode() + middle)
+    except OSError:
+        digest = hashlib.sha256(os.fsencode(name))
+    return int.from_bytes(digest.digest()[:8], "big")
 
 
 class ImageFolder(ImageSource):
@@ -196,32 +214,56 @@ class ImageFolder(ImageSource):
         # One array of bytes: a list of a million strings would be copied into every loader process.
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
-        self.divided = ""  # a line that says so, of a part that `divide` has made
+        self.divided: list[str] = []  # lines on the division, of a part that `divide` has made
 
     @property
     def remarks(self) -> list[str]:
-        return [line for line in (left_out_line(self.folder, self.left_out), self.divided) if line]
+        left_out = left_out_line(self.folder, self.left_out)
+        return [line for line in (left_out, *self.divided) if line]
 
     def divide(self, val_fraction: float) -> dict[str, Self]:
-        """Return {"train": images, "val": images}, about `val_fraction` of each class in "val".
+        """Return {"train": images, "val": images}, about `val_fraction` of them in "val".
 
-        A hash of its path decides about an image, so that new files do not move others. A class of two images or more
-        has at least one in each part; the image of a smaller one is in "train".
+        An image is in "val" if `content_hash` of its file is below the share, which other files do not change. So copies
+        stay together, and new files move no others. A class may have no images in "val". Where all images of a class would
+        be there, one of them and its copies are in "train"; that one moves when the class gets others.
         """
-        paths = (os.fsencode(self.path(index)) for index in range(len(self)))
-        digests = [hashlib.sha256(path).digest()[:8] for path in paths]
-        hashes = np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)  # [N]
-        in_val = np.zeros(len(self), bool)
-        for label in np.unique(self.labels):
-            indices = np.flatnonzero(self.labels == label)
-            ordered = indices[np.argsort(hashes[indices])]
-            below = np.count_nonzero(hashes[indices] < np.uint64(val_fraction * 2**64))
-            in_val[ordered[: min(max(below, 1), len(ordered) - 1)]] = True
+        numbers = Progress.over(range(len(self)), f"dividing {self.folder}", "image")
+        hashes = np.array([content_hash(self.where(i), self.path(i)) for i in numbers], np.uint64)
+        share = np.uint64(val_fraction * 2**64)
+        highest = np.zeros(len(self.classes) or 1, np.uint64)  # hash in each class
+        np.maximum.at(highest, self.labels, hashes)
+        kept = np.flatnonzero(highest < share)  # classes whose images are all below the share
+        in_val = (hashes < share) & ~np.isin(hashes, highest[kept])  # [N]
+        if not in_val.any():
+            raise ValueError(
+                f"{self.folder}: none of its {len(self)} images falls into the share {val_fraction:g} for validation; "
+                "give a larger one, or put the images into train and val"
+            )
         parts = {"train": self.subset(~in_val), "val": self.subset(in_val)}
-        line = f"{in_val.sum()} of the {len(self)} images in {self.folder} are for validation alone"
+        lines = [
+            f"{in_val.sum()} of the {len(self)} images in {self.folder} are for validation alone"
+        ]
+        if self.classes:
+            lines += self._lines_on_classes(kept, set(parts["val"].labels.tolist()))
         for part in parts.values():
-            part.divided = line
+            part.divided = lines
         return parts
+
+    def _lines_on_classes(self, kept: Iterable[int], in_val: set[int]) -> list[str]:
+        """Return lines on the classes of a division without images in "val", and on those that have `kept` one of all."""
+        lines = []
+        without = [name for c, name in enumerate(self.classes) if c not in in_val]
+        if without:
+            shown = some_of(without, 5)
+            count = f"{len(without)} of {len(self.classes)} classes"
+            lines.append(f"{count} have no image for validation: {shown}")
+        names = some_of([self.classes[c] for c in kept], 5)
+        if names:
+            lines.append(
+                f"all images of {names} would be for validation: one of a class is trained on, until it has others"
+            )
+        return lines
 
     def subset(self, keep: np.ndarray) -> Self:
         """Return a source of the images where the mask `keep` [N] is true, with the same classes."""
@@ -240,6 +282,9 @@ class ImageFolder(ImageSource):
 
     def where(self, index: int) -> str:
         return os.path.join(self.folder, self.path(index))
+
+    def sizes(self) -> np.ndarray:
+        return np.array([file_size(self.where(index)) for index in range(len(self))], np.int64)
 
     def listing(self) -> Iterator[bytes]:
         yield self.files.tobytes()

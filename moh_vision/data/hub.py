@@ -8,7 +8,7 @@ import numpy as np
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from moh_vision.common.io import composed
-from moh_vision.data.sources import MAX_CLASSES, ImageSource, read_file
+from moh_vision.data.sources import MAX_CLASSES, ImageSource, NoSplit, file_size, read_file
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
@@ -33,7 +33,7 @@ def hub_split(root: str, names: Sequence[str], key: str = "data.root"):
         raise ValueError(f"{key} {root}: {error}") from None
     split = next((s for s in names if s in splits), None)
     if split is None:
-        raise ValueError(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
+        raise NoSplit(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
     return splits[split], f"{root}, split {split}"
 
 
@@ -164,6 +164,16 @@ class HubDataset(ImageSource):
         if cell["bytes"] is None:
             row += f" ({cell['path']})"
         return row
+
+    def sizes(self) -> np.ndarray:
+        import pyarrow.compute
+
+        column = self.rows.with_format("arrow")[:][self.column]  # of cells {bytes, path}
+        lengths = pyarrow.compute.binary_length(pyarrow.compute.struct_field(column, "bytes"))
+        sizes = lengths.fill_null(0).to_numpy().astype(np.int64)
+        for index in np.flatnonzero(sizes == 0).tolist():  # the cell holds a path
+            sizes[index] = file_size(self.rows[index][self.column]["path"])
+        return sizes
 
     def identities(self) -> Iterator[bytes]:
         yield self.rows._fingerprint.encode()  # `datasets` gives one to each table

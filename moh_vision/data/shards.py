@@ -129,6 +129,9 @@ class Shards(ImageSource):
             name = "image"
         return f"{self.paths[self._shard(index)]}, {name} at byte {offset}"
 
+    def sizes(self) -> np.ndarray:
+        return self.bytes
+
     def listing(self) -> Iterator[bytes]:
         yield json.dumps([[path.name for path in self.paths], self.shard_sizes]).encode()
         yield self.offset.tobytes()

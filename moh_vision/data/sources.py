@@ -1,5 +1,6 @@
 """Base classes of the sources of images, and the smallest source: scikit-learn's digits, which need no download."""
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,10 @@ from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage, decode_
 
 # A bound on labels. Where classes have no names, the largest label says how many classes there are.
 MAX_CLASSES = 1_000_000
+
+
+class NoSplit(ValueError):
+    """A data set has no such split; the message names both."""
 
 
 class Sample(NamedTuple):
@@ -124,6 +129,10 @@ class ImageSource(Source):
                 f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on"
             )
 
+    def sizes(self) -> np.ndarray | None:
+        """Return the number of bytes of each sample, int64 [N], 0 if it cannot be read; None if that is not known."""
+        return None
+
     def identities(self) -> Iterator[bytes]:
         """Yield bytes that, together with the labels, are different if a file has changed."""
         yield from self.listing()
@@ -144,6 +153,14 @@ def read_file(path: str | Path, where: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise UnreadableImage(f"{where}: {error.strerror}") from None
+
+
+def file_size(path: str | Path) -> int:
+    """Return the size of a file in bytes; 0 if it cannot be read."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
 
 
 class ListedFiles(ImageSource):

@@ -20,9 +20,10 @@ from moh_vision.data.folder import (
 )
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
-from moh_vision.data.sources import Digits, ImageSource, Source
+from moh_vision.data.sources import Digits, ImageSource, NoSplit, Source
 
 RECORD = "data.json"
+ONLY_FOLDERS = "data.val_fraction is for folders of image files without a val"
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -50,13 +51,45 @@ def open_source(
             webdataset shards. Images without classes are in train/ and val/ or, if there is only "train", in `root`.
         split: "train" or "val".
         key: the option that named `root`, for messages.
-        val_fraction: share of the images of each class that is "val" where a folder has no validation images, see
+        val_fraction: share of the images that is "val" where a folder has no validation images, see
             `ImageFolder.divide`; 0: all are "train"; None: a folder of classes in no split is refused.
     """
-    undivided = None if val_fraction is None else undivided_folder(root)
-    if undivided and (val_fraction or split == "train"):
-        images = ImageFolder(undivided, Path(root).name)
-        return images.divide(val_fraction)[split] if val_fraction else images
+    if val_fraction and undivided_folder(root):
+        return _whole_folder(root).divide(val_fraction)[split]
+    if val_fraction == 0 and split == "train" and undivided_folder(root):
+        return _whole_folder(root)
+    try:
+        return _open_split(root, split, key)
+    except NoSplit as error:
+        if val_fraction:
+            raise NoSplit(f"{error}; {ONLY_FOLDERS}") from None
+        raise
+
+
+def _whole_folder(root: str) -> ImageFolder:
+    """Return all images of a folder that `undivided_folder` knows."""
+    return ImageFolder(undivided_folder(root), Path(root).name)
+
+
+def refuse_idle_fraction(data, given: Collection[str]) -> None:
+    """Raise ValueError if the command line gives data.val_fraction, but nothing is divided.
+
+    The fraction of a configuration is for folders without validation images, and has no effect on other data.
+
+    Args:
+        data: an `EvalDataConfig`.
+        given: the options of the command line.
+    """
+    if "data.val_fraction" not in given or not data.val_fraction:
+        return
+    root = data.root
+    if root == "digits" or root.startswith(PREFIX) or has_split(root, "val"):
+        problem = f"data.val_fraction {data.val_fraction:g} has no effect with data.root {root}"
+        raise ValueError(f"{problem}: {ONLY_FOLDERS}")
+
+
+def _open_split(root: str, split: str, key: str) -> ImageSource:
+    """Open a split; raise NoSplit if the data set lacks it. Arguments are those of `open_source`."""
     if root == "digits":
         return Digits(split)
     if root.startswith(PREFIX):
@@ -82,7 +115,7 @@ def open_source(
     if classes:
         divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
         problem += f"; if its folders are classes, put them into train and val, or {divided}"
-    raise FileNotFoundError(problem)
+    raise NoSplit(problem)
 
 
 def open_splits(
@@ -90,16 +123,18 @@ def open_splits(
 ) -> tuple[Source, ImageSource]:
     """Open the training split, unless it is given, and the validation split, which must have the same classes.
 
-    `val_fraction` is that of `open_source`.
+    `val_fraction` is that of `open_source`, and divides no stream.
     """
-    if train is None:
-        train = open_source(root, "train", val_fraction=val_fraction)
-    train = with_classes(root, train)
-    val = open_source(root, "val", val_fraction=val_fraction)
-    if not len(val):
-        raise ValueError(
-            f"data.root {root}: no class has two images, one of which would be for validation"
-        )
+    if train is not None:
+        train = with_classes(root, train)
+        val = open_source(root, "val")
+    elif val_fraction and undivided_folder(root):
+        parts = with_classes(root, _whole_folder(root)).divide(val_fraction)  # once for both
+        train = parts["train"]
+        val = parts["val"]
+    else:
+        train = with_classes(root, open_source(root, "train", val_fraction=val_fraction))
+        val = open_source(root, "val", val_fraction=val_fraction)
     match_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
 

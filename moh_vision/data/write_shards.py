@@ -36,6 +36,7 @@ from moh_vision.common.cli import refuse_missing, refuse_unwritable
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import hidden_path, only_one, whole_file, write_whole
 from moh_vision.common.progress import Progress, say
+from moh_vision.data.copies import warn_of_copies
 from moh_vision.data.decode import (
     AS_STORED,
     BadSamples,
@@ -81,7 +82,7 @@ def options(add: Callable) -> None:
         "--val-fraction",
         type=float,
         metavar="F",
-        help="of a folder of classes, this share of every class becomes val",
+        help="of a folder of classes, about this share of the images becomes val",
     )
     add(
         "--size",
@@ -112,6 +113,8 @@ def work(options: Namespace) -> None:
         images.decoding = decoding
     if options.size is not None:  # images are encoded again, which drops alpha and profiles
         say_what_is_lost(f"--in {options.source}", splits, say)
+    if len(splits) == 2:
+        warn_of_copies(f"--in {options.source}", splits["train"], splits["val"], say)
     sources = list(splits.values())  # of "train" and "val", or of one of them
     match_classes(sources[0].classes, "train", sources[-1], f"--in {options.source}")
     classes = "".join(f"{label}\n" for label in sources[-1].classes)
@@ -196,16 +199,10 @@ def _read_folders(options: Namespace) -> dict[str, ImageFolder]:
             say(remark)
     if val_fraction is not None:
         splits = splits["train"].divide(val_fraction)
+        for line in splits["train"].divided:
+            say(line)
     for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
-        # A class of one file cannot be in both splits.
-        for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
-            missing = "no file"
-            if images.classes:
-                missing = f"class {images.classes[label]} without a file"
-            raise ValueError(
-                f"--val-fraction {val_fraction:g} leaves {missing} in {name}; two files or more are needed"
-            )
     return splits
 
 

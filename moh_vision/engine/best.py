@@ -29,7 +29,7 @@ class Best:
         self.waited = 0  # validations since then
 
     def better(self, value: float) -> bool:
-        """Return whether a score is better than the best so far; NaN never is."""
+        """Return whether a score, see `value_of`, is better than the best so far; NaN never is."""
         if math.isnan(value):
             return False
         if self.value is None:
@@ -80,18 +80,28 @@ class Best:
         return {f"best_{self.key}": self.value, "best_step": self.step}
 
 
+def value_of(scores: dict, key: str) -> float:
+    """Return a score of a validation; NaN if the loss is not finite: then the model's other scores say nothing either.
+
+    The log writes NaN as null, which is None here.
+    """
+    for name in (key, "loss"):
+        value = scores.get(name, 0.0)
+        if value is None or not math.isfinite(value):
+            return math.nan
+    return scores[key]
+
+
 def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float]]:
     """Return (steps done, score) of validations in metrics.jsonl up to step `start`."""
     scores = []
     for entry in logged(metrics):
         if "validation" not in entry or entry["step"] > start:
             continue
-        validation = entry["validation"]
-        value = "missing"
-        if isinstance(validation, dict):
-            value = validation.get(key, "missing")
-        if value is None:  # the log writes NaN as null
-            value = math.nan
+        try:
+            value = value_of(entry["validation"], key)
+        except (AttributeError, KeyError, TypeError):
+            value = None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{metrics}: the validation after step {entry['step']} has no {key}")
         scores.append((entry["step"], value))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moh_vision.attention.measure import collect, measured_table
 from moh_vision.common.errors import BadData, lost_a_process
 from moh_vision.common.seeds import derive_seed
-from moh_vision.engine.best import BEST, Best
+from moh_vision.engine.best import BEST, Best, value_of
 from moh_vision.engine.block_descent import GATES, BlockDescent, Phase
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.config import EmaConfig, RunConfig
@@ -321,7 +321,7 @@ class TrainingLoop:
             model: the model that was scored, unwrapped.
         """
         best = self.best
-        value = scores[best.key]
+        value = value_of(scores, best.key)
         better = best.better(value)
         if better and best.write:
             file = self.folder / BEST

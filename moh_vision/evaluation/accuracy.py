@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moh_vision.common.errors import BadData
+
 
 @torch.no_grad()
 def evaluate(
@@ -24,26 +26,42 @@ def evaluate(
         reduce: sums a tensor over processes.
 
     Returns:
-        dict(top1 and, of more than 5 classes, top5, both in percent; loss: mean cross-entropy; images: their number).
+        dict(top1 and, of more than 5 classes, top5, both in percent; loss: mean cross-entropy; images: their number;
+        not_finite: the number of images whose logits are not finite, if there are any. These count as wrong).
     """
-    totals = torch.zeros(5, dtype=torch.float64)  # on the CPU: not every device has float64
+    totals = torch.zeros(6, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
         logits, labels = predict(batch["images"].to(device), batch["labels"].to(device))
         logits = logits.float()
         classes = logits.shape[-1]
         best = logits.topk(min(5, classes), dim=-1).indices  # [B, 5]
-        hit = best == labels[:, None]
+        finite = logits.isfinite().all(-1, keepdim=True)  # [B, 1]
+        hit = (best == labels[:, None]) & finite
         loss = F.cross_entropy(logits, labels, reduction="sum")
         with_top5 = len(labels) if classes > 5 else 0  # number of images
         counts = [hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels), with_top5]
+        counts.append(len(labels) - finite.sum().item())
         totals += torch.tensor(counts)
-    top1, top5, loss, images, with_top5 = reduce(totals).tolist()
+    top1, top5, loss, images, with_top5, not_finite = reduce(totals).tolist()
     if not images:
         raise ValueError("there are no images to evaluate")
     scores = dict(top1=100 * top1 / images)
     if with_top5:  # left out for 5 classes or fewer, where it is always 100 %
         scores["top5"] = 100 * top5 / images
+    if not_finite:
+        scores["not_finite"] = int(not_finite)
     return dict(scores, loss=loss / images, images=int(images))
+
+
+def refuse_not_finite(scores: dict, model: object) -> None:
+    """Raise BadData if the logits of some images are not finite, so that the scores of `evaluate` are no numbers."""
+    if "not_finite" in scores:
+        raise BadData(f"{model}: {not_finite_said(scores)}")
+
+
+def not_finite_said(scores: dict) -> str:
+    """Return the end of a message: how many images have logits that are not finite."""
+    return f"the logits of {scores['not_finite']} of {scores['images']} images are NaN or infinite"
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
@@ -69,6 +87,8 @@ def summary(scores: dict) -> str:
     parts.append(f"{scores['images']} images")
     if scores["unreadable"]:
         parts.append(f"{scores['unreadable']} unreadable ones left out")
+    if "not_finite" in scores:
+        parts.append(not_finite_said(scores))
     parts.append(f"{scores['images_per_s']:.0f} img/s")
     parts.append(f"peak {scores['peak_memory_mib']} MiB")
     return ", ".join(parts)

@@ -35,6 +35,10 @@ def score_with_classifier(
         for batch in batches:
             features = classifier.forward_features(batch["images"].to(device))
             features = classifier.forward_head(features, pre_logits=True)  # [B, F]
+            if not features.isfinite().all():
+                raise ValueError(
+                    "the classifier's features are not finite numbers; its weights are broken"
+                )
             if moments is None:
                 moments = Moments(features.shape[1])
             moments.add(features)

@@ -13,7 +13,7 @@ from moh_vision.common.cli import refuse_missing_source
 from moh_vision.common.errors import reason_of
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.frozen import digest_of
-from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weight_files import refuse_not_finite, weights_file
 from moh_vision.models.weights import from_run, near_model
 
 
@@ -25,8 +25,7 @@ class Teacher(nn.Module):
     Args:
         key: configuration key, for messages.
         source: a timm model with pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
-            classification run. For images without three channels, timm sums or repeats the colours of the
-            first kernel.
+            classification run. A teacher of RGB images sees grey ones as RGB images of three equal channels.
         mean, std: normalisation of the images, per channel.
 
     Attributes:
@@ -46,12 +45,13 @@ class Teacher(nn.Module):
                 model, metadata = from_run(source, "classification")
                 self.classes = metadata.get("classes")
             else:
-                model = timm.create_model(source, pretrained=True, in_chans=len(mean))
+                model = timm.create_model(source, pretrained=True)
                 local = source.removeprefix("local-dir:")
                 if local == source:
                     self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
                 else:
                     self.classes = saved_with(weights_file(local))
+            refuse_not_finite("its weights", model.state_dict())
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
             normalisation = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
             self.sha256 = digest_of({**model.state_dict(), **normalisation})
@@ -59,12 +59,15 @@ class Teacher(nn.Module):
             raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
-            # For grey images keep the mean and std of the first channel, as in training.
+            # A teacher of grey images was trained with the first channel's mean and std.
             per_channel = getattr(self.teacher, f"{name}_kd")
-            setattr(self.teacher, f"{name}_kd", per_channel[:, : len(mean)])
+            setattr(self.teacher, f"{name}_kd", per_channel[:, : _channels_of(model)])
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Renormalise images [B, C, h, w] from `mean` and `std` to the teacher's own."""
+        """Renormalise images [B, C, h, w] from `mean` and `std` to the teacher's own; grey ones become three channels for RGB.
+
+        Each of the three has its own mean and std, which a kernel summed over its channels could not have.
+        """
         return self.teacher.normalize_input(images, self.mean, self.std)
 
     @torch.no_grad()
@@ -117,3 +120,12 @@ class Teacher(nn.Module):
         model = self.teacher.model
         features = model.forward_intermediates(images, **options)[0]  # [B, width, g, g]
         return features.flatten(2).transpose(1, 2)
+
+
+def _channels_of(model: nn.Module) -> int:
+    """Return how many channels the images of a model have: those of its first convolution, or 3 if it has none."""
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    first = next(convolutions, None)
+    if first is None:
+        return 3
+    return first.in_channels

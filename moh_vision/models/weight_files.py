@@ -5,7 +5,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -118,6 +118,19 @@ def read_safetensors(
             f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
         ) from None
     return state, opened.metadata
+
+
+def refuse_not_finite(named: object, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, which begins with `named`, if tensors hold NaN or infinity: whatever they compute is no number."""
+    broken = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not tensor.isfinite().all()
+    ]
+    if broken:
+        raise ValueError(
+            f"{named}: {len(broken)} of {len(tensors)} tensors hold NaN or infinity, first {broken[0][:100]}"
+        )
 
 
 def read_metadata(file: Path) -> dict:

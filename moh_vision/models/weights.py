@@ -25,6 +25,7 @@ from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missin
 from moh_vision.models.weight_files import (
     read_safetensors,
     read_tensors,
+    refuse_not_finite,
     refuse_unpacking,
     said_of_first_weights,
     weights_file,
@@ -261,6 +262,8 @@ def refuse_other_shapes(
 ) -> None:
     """Raise `OtherModel` unless a state dict has the model's names, shapes and types (any floats for floats).
 
+    Raise a plain ValueError for NaN and infinity.
+
     Args:
         file: where the state dict is from, for the message.
         may_lack: says of a tensor's name whether the state dict may lack it.
@@ -288,6 +291,7 @@ def refuse_other_shapes(
             f"{file} does not fit {type(model).__name__}: "
             f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
         )
+    refuse_not_finite(file, state)
 
 
 def to_validate(

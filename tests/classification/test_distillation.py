@@ -140,3 +140,33 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
         "--distill.teacher", "vit_tniy"
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["timm", "run"])
+def test_a_teacher_of_colours_sees_a_grey_image_as_three_equal_channels(kind, tmp_path):
+    """Its logits and its tokens are those of the same grey images stored in colour."""
+    if kind == "timm":
+        teacher = saved(tmp_path / "t", [0.485, 0.456, 0.406], [0.229, 0.224, 0.225], num_classes=5)
+    else:
+        folder = write_folder(tmp_path / "d", size=(8, 8))
+        teacher = str(tmp_path / "run")
+        argv = ["--data.root", folder, "--data.img_size", 8]
+        train_cls.main(arguments("cls", tmp_path / "run", 1, 1, *argv))
+    grey = torch.rand(4, 1, 8, 8)
+    of_grey = Teacher("distill.teacher", teacher, [0.4], [0.3])
+    of_colours = Teacher("distill.teacher", teacher, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+    colours = (grey.expand(-1, 3, -1, -1) - of_colours.mean) / of_colours.std
+    grey = (grey - 0.4) / 0.3
+    torch.testing.assert_close(of_grey(grey), of_colours(colours))
+    for network in (of_grey, of_colours):
+        network.match_grid(4)
+    torch.testing.assert_close(of_grey.tokens(grey), of_colours.tokens(colours))
+    assert of_grey.sha256 == of_colours.sha256
+    of_grey.check_logits((1, 8, 8), len(of_grey.classes or range(5)))
+
+
+def test_a_teacher_of_grey_images_takes_no_colours(grey):
+    teacher = Teacher("distill.teacher", grey, [0.5] * 3, [0.5] * 3)
+    words = r"distill.teacher .* cannot take images of \[3, 8, 8\]"
+    with pytest.raises(ValueError, match=words):
+        teacher.check_logits((3, 8, 8), 10)

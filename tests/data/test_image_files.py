@@ -5,6 +5,7 @@ import pytest
 
 from moh_vision.__main__ import main as command
 from moh_vision.classification import validate
+from moh_vision.data.sources import NoSplit
 from moh_vision.data.splits import in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.engine.checkpoint import export_weights
@@ -113,7 +114,7 @@ def test_a_class_called_train_is_no_split(tmp_path):
         gradient(8, 8).save(folder / "0.png")
     root = str(tmp_path / "data")
     for split in ("train", "val"):
-        with pytest.raises(FileNotFoundError, match="if its folders are classes, put them into"):
+        with pytest.raises(NoSplit, match="if its folders are classes, put them into"):
             open_source(root, split)
     assert open_set("REFERENCE", root, None, "train") == root
     assert open_images(root, "reference").count == 2

@@ -48,7 +48,7 @@ error_line = partial(refusals.error_line, command="shards")
 
 
 def test_a_folder_of_classes_is_divided(tmp_path, capfd):
-    """--val-fraction: a file stays in its split when files are added, and each split has all classes."""
+    """--val-fraction: a file stays in its split when files are added; a line names classes without a validation image."""
     root = write_folder(tmp_path / "images", each=40)
     assert run(root, tmp_path / "out", "--val-fraction", 0.25) == 0
     train, val = (
@@ -62,18 +62,23 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert val == more - {name for name in more if int(name[-6:-4]) >= 40}
     # Bad files are counted over both splits, and finished shards are kept.
     for names in (train, val):
-        (root / min(names)).write_bytes(b"")
+        (root / min(names)).write_bytes(min(names).encode())
     allowing = partial(run, root, tmp_path / "bad", "--val-fraction", 0.25, "--max-bad-fraction")
     assert allowing(0.008) == 2
     line = error_line(capfd)
     assert "2 unreadable so far" in line
     words = "allowed are --max-bad-fraction 0.008 of 240 images; 0.009 allows these); finished shards are kept"
     assert words in line
-    assert allowing(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
+    assert allowing(0.009) == 0 and "bad images left out" in capfd.readouterr().out
     write_folder(tmp_path / "one", each=1)
-    assert run(tmp_path / "one", tmp_path / "few", "--val-fraction", 0.25) == 2
-    words = "leaves class cat without a file in val; two files or more are needed"
-    assert words in error_line(capfd)
+    assert run(tmp_path / "one", tmp_path / "few", "--val-fraction", 0.9999) == 2
+    assert "none of its 3 images falls into the share 0.9999 for validation" in error_line(capfd)
+    (root / "eel").mkdir()
+    shutil.copy(root / max(train), root / "eel")
+    assert run(root, tmp_path / "small", "--val-fraction", 0.25, "--max-bad-fraction", 0.1) == 0
+    words = "1 of 4 classes have no image for validation: eel"
+    assert words in capfd.readouterr().out
+    assert Shards(str(tmp_path / "small"), "val").classes == ["cat", "dog", "eel", "owl"]
     write_folder(tmp_path / "split" / "train")
     assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
     assert "--val-fraction has no effect" in error_line(capfd)

@@ -1,5 +1,6 @@
 """The record of a run's data, data.json, and the changes of data that a resumed run refuses."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,10 +10,18 @@ import pytest
 from PIL import Image
 
 from moh_vision.classification import train as train_cls
-from moh_vision.data.splits import DataRecord, in_short, open_source, open_splits
+from moh_vision.classification import validate
+from moh_vision.data.folder import content_hash
+from moh_vision.data.splits import (
+    ONLY_FOLDERS,
+    DataRecord,
+    in_short,
+    open_source,
+    open_splits,
+)
 from moh_vision.diffusion.latents.stored import LatentCache
-from tests.support.pictures import convert, gradient, write_folder
-from tests.support.refusals import refuse
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import refuse, refused
 from tests.support.shards import write_shards
 
 
@@ -173,18 +182,33 @@ def test_transparent_pixels_are_said(tmp_path, capsys):
         assert capsys.readouterr().out.count("transparent pixels") == count
 
 
-def write_classes(root, counts):
-    """Write root/CLASS/i.png for each class with its number of images; return `root`."""
+def write_classes(root, counts, first=0):
+    """Write root/CLASS/i.ppm, i from `first` on, for each class with its number of images; return `root`.
+
+    Every image has other pixels, and the same bytes with any version of Pillow.
+    """
     for name, count in counts.items():
-        (root / name).mkdir(parents=True)
-        for i in range(count):
-            gradient(4 + i, 4).save(root / name / f"{i}.png")
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for i in range(first, first + count):
+            (root / name / f"{i}.ppm").write_bytes(pixels_of(f"{name} {i}"))
     return root
+
+
+def pixels_of(text):
+    """Return an image file of 8 x 4 pixels that follow from a text."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return b"P6 8 4 255\n" + digest * 3
+
+
+def parts_of(root, val_fraction):
+    """Divide a folder; return {path: "train" or "val"}."""
+    sources = dict(zip(("train", "val"), open_splits(str(root), val_fraction=val_fraction)))
+    return {source.path(i): split for split, source in sources.items() for i in range(len(source))}
 
 
 @pytest.mark.parametrize("in_train", [False, True], ids=["classes in the root", "classes in train"])
 def test_a_folder_without_validation_images_is_divided(tmp_path, in_train):
-    """Each class is divided, as `shards --val-fraction` does it; all images are "train" at the fraction 0."""
+    """The images are divided as `shards --val-fraction` does it; all images are "train" at the fraction 0."""
     root = tmp_path / "data"
     folder = root / "train" if in_train else root
     write_classes(folder, {"ant": 40, "bee": 2, "cat": 1})
@@ -192,29 +216,96 @@ def test_a_folder_without_validation_images_is_divided(tmp_path, in_train):
     files = [{source.path(i) for i in range(len(source))} for source in (train, val)]
     assert not files[0] & files[1] and len(files[0] | files[1]) == 43
     assert train.classes == val.classes == ["ant", "bee", "cat"]
-    ants, *bees_and_cats = np.bincount(val.labels, minlength=3).tolist()
-    assert 4 <= ants <= 16 and bees_and_cats == [1, 0]
-    line = f"{len(val)} of the 43 images in {folder} are for validation alone"
-    assert train.remarks == val.remarks == [line]
-    (folder / "cat" / "0.png").unlink()
-    (folder / "cat").rmdir()
+    assert np.bincount(train.labels, minlength=3).min() >= 1
+    assert 4 <= len(val) <= 18
+    assert train.remarks == val.remarks
+    assert train.remarks[0] == f"{len(val)} of the 43 images in {folder} are for validation alone"
     assert convert(folder, tmp_path / "shards", "--val-fraction 0.25") == 0
     in_shards = set((tmp_path / "shards" / "val.files.txt").read_text().splitlines())
     assert in_shards == files[1]
-    assert len(open_source(str(root), "train", val_fraction=0)) == 42
+    assert open_source(str(tmp_path / "shards"), "val").classes == train.classes
+    assert len(open_source(str(root), "train", val_fraction=0)) == 43
 
 
-def test_images_for_validation_are_left_as_they_are(tmp_path):
-    root = write_folder(tmp_path / "data", train=6, val=4)
-    train, val = open_splits(str(root), val_fraction=0.5)
-    assert (len(train), len(val), train.remarks) == (12, 8, [])
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("count", [2, 5, 15])
+def test_new_files_move_no_others(tmp_path, count, fraction):
+    classes = {f"c{number:02d}": count for number in range(60)}
+    before = parts_of(write_classes(tmp_path, classes), fraction)
+    # A class whose images would all be for validation keeps one, which moves when there is another to train on.
+    kept = [
+        path
+        for path, part in before.items()
+        if part == "train" and content_hash(str(tmp_path / path), path) < fraction * 2**64
+    ]
+    assert len(kept) <= 60 * fraction**count * 3
+    after = parts_of(write_classes(tmp_path, classes, first=count), fraction)
+    moved = [path for path in before if after[path] != before[path]]
+    assert set(moved) <= set(kept)
+    share = list(after.values()).count("val") / len(after)
+    assert share == pytest.approx(fraction, abs=4 * (fraction / len(after)) ** 0.5)
+    larger = parts_of(tmp_path, 2 * fraction)
+    assert all(larger[path] == "val" for path, part in after.items() if part == "val")
+
+
+def test_copies_stay_together(tmp_path):
+    """Also under other names and in other classes; and a file that is renamed stays in its part."""
+    write_classes(tmp_path, {"ant": 30, "bee": 30})
+    before = parts_of(tmp_path, 0.3)
+    for number in range(30):
+        shutil.copy(tmp_path / "ant" / f"{number}.ppm", tmp_path / "ant" / f"copy of {number}.ppm")
+        shutil.copy(tmp_path / "ant" / f"{number}.ppm", tmp_path / "bee" / f"ant {number}.ppm")
+        (tmp_path / "bee" / f"{number}.ppm").rename(tmp_path / "bee" / f"{number} renamed.ppm")
+    after = parts_of(tmp_path, 0.3)
+    assert len(after) == 120 and set(after.values()) == {"train", "val"}
+    for number in range(30):
+        part = before[f"ant/{number}.ppm"]
+        assert after[f"ant/{number}.ppm"] == after[f"ant/copy of {number}.ppm"] == part
+        assert after[f"bee/ant {number}.ppm"] == part
+        assert after[f"bee/{number} renamed.ppm"] == before[f"bee/{number}.ppm"]
+
+
+def test_every_class_is_trained_on_and_a_line_names_those_without_validation(tmp_path):
+    write_classes(tmp_path, {"ant": 60, "bee": 3, "cat": 1})
+    train, val = open_splits(str(tmp_path), val_fraction=0.97)
+    assert np.bincount(train.labels, minlength=3)[1:].tolist() == [1, 1]
+    without = sorted({"ant", "bee", "cat"}.difference(val.classes[c] for c in val.labels))
+    assert "cat" in without
+    _, *lines = val.remarks
+    assert lines == [
+        f"{len(without)} of 3 classes have no image for validation: {', '.join(without)}",
+        "all images of bee, cat would be for validation: one of a class is trained on, until it has others",
+    ]
+
+
+def test_a_file_that_cannot_be_read_does_not_stop_the_division(tmp_path):
+    """The run itself reports it, or leaves it out, when it comes to it."""
+    write_classes(tmp_path, {"ant": 30, "bee": 30})
+    before = parts_of(tmp_path, 0.3)
+    (tmp_path / "ant" / "gone.ppm").symlink_to(tmp_path / "nothing")
+    after = parts_of(tmp_path, 0.3)
+    assert after.keys() - before.keys() == {"ant/gone.ppm"}
+    assert before.items() <= after.items()
+
+
+def test_images_are_divided_at_any_depth(tmp_path):
+    """One class may have all of its images in further folders."""
+    write_classes(tmp_path, {"ant": 10, "bee/2025": 10, "bee/2026/june": 10})
+    train, val = open_splits(str(tmp_path), val_fraction=0.3)
+    assert train.classes == val.classes == ["ant", "bee"]
+    counts = [np.bincount(source.labels, minlength=2) for source in (train, val)]
+    assert sum(counts).tolist() == [10, 20]
+    assert len(open_source(str(tmp_path), "train", val_fraction=0)) == 30
+    (tmp_path / "cow" / "2026").mkdir(parents=True)
+    refuse(f"{tmp_path}/cow holds no images", open_splits, str(tmp_path), val_fraction=0.3)
 
 
 UNDIVIDED = {
     "no fraction": (("ant", "bee"), 3, None, "if its folders are classes, put them into"),
     "names of splits": (("Training", "Test"), 3, 0.5, "if its folders are classes, put them into"),
     "classes below": (("a/ant", "b/bee"), 3, 0.5, "if its folders are classes, put them into"),
-    "one image a class": (("ant", "bee"), 1, 0.5, "no class has two images"),
+    "small share": (("ant", "bee"), 1, 1e-9, "none of its 2 images falls into the share 1e-09"),
+    "one image a class": (("ant", "bee"), 1, 0.99999, "none of its 2 images falls into the share"),
 }
 
 
@@ -222,5 +313,65 @@ UNDIVIDED = {
 def test_folders_that_cannot_be_divided_are_refused(tmp_path, case):
     names, each, fraction, words = UNDIVIDED[case]
     root = str(write_classes(tmp_path / "data", dict.fromkeys(names, each)))
-    with pytest.raises((ValueError, FileNotFoundError), match=words):
-        open_splits(root, val_fraction=fraction)
+    refuse(words, open_splits, root, val_fraction=fraction)
+
+
+ALREADY_DIVIDED = {
+    "a folder": lambda path: str(write_folder(path, train=6, val=4)),
+    "shards": lambda path: str(write_both_splits(path)),
+    "digits": lambda path: "digits",
+}
+
+
+@pytest.mark.parametrize("case", ALREADY_DIVIDED)
+def test_validation_images_are_left_as_they_are(tmp_path, case, capsys):
+    """The fraction of a configuration is for folders without a val; on the command line it is refused elsewhere."""
+    root = ALREADY_DIVIDED[case](tmp_path / "data")
+    expected = [len(source) for source in open_splits(root)]
+    assert [len(source) for source in open_splits(root, val_fraction=0.5)] == expected
+    argv = ["--config", "quickstart/cls", "--data.root", root, "--data.img_size", "8", "--dry-run"]
+    said = refused(capsys, train_cls.main, *argv, "--data.val_fraction", "0.5")
+    assert f"data.val_fraction 0.5 has no effect with data.root {root}: {ONLY_FOLDERS}" in said
+
+
+def write_both_splits(root):
+    for split in ("train", "val"):
+        write_shards(root, split=split)
+    return root
+
+
+def of_the_hub(_, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat"]))
+    cells = dict(image=[dict(bytes=pixels_of("cat"), path=None)], label=[0])
+    table = datasets.Dataset.from_dict(cells, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config: dict(train=table))
+    return "hfds/anna/pets"
+
+
+TRAIN_ALONE = {
+    "shards": lambda path, _: str(write_shards(path)),
+    "the hub": of_the_hub,
+}
+
+
+@pytest.mark.parametrize("case", TRAIN_ALONE)
+def test_data_that_are_not_divided_say_what_the_fraction_is_for(tmp_path, monkeypatch, case):
+    root = TRAIN_ALONE[case](tmp_path / "data", monkeypatch)
+    refuse(f"data.root {root}: .*; {ONLY_FOLDERS}$", open_splits, root, val_fraction=0.1)
+    with pytest.raises(ValueError, match=root) as refusal:
+        open_splits(root)
+    assert "val_fraction" not in str(refusal.value)
+
+
+def test_a_run_is_not_scored_on_what_it_was_trained_on(tmp_path, capsys):
+    """Another share would move images of the run from one part to the other."""
+    root = write_classes(tmp_path / "data", {"ant": 40, "bee": 40})
+    run = str(tmp_path / "run")
+    options = "--data.img_size 8 --model.depth 1 --max-steps 1 --optim.warmup_steps 0 --optim.batch_size 8"
+    argv = ["--config", "quickstart/cls", "--data.root", str(root), *options.split()]
+    train_cls.main([*argv, "--output", run, "--data.val_fraction", "0.3"])
+    said = refused(capsys, validate.main, "--checkpoint", run, "--data.val_fraction", "0.4")
+    assert f"data.val_fraction 0.4: {run} was trained with 0.3" in said
+    validate.main(["--checkpoint", run, "--data.val_fraction", "0.2"])
+    assert f"of the 80 images in {root} are for validation alone" in capsys.readouterr().out

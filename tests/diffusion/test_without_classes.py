@@ -136,9 +136,9 @@ def test_a_plain_folder_is_divided(tmp_path, run_command):
     single.mkdir()
     gradient().save(single / "0.png")
     refused = run_command(
-        "shards", "--in", single, "--out", tmp_path / "no", "--val-fraction", "0.3"
+        "shards", "--in", single, "--out", tmp_path / "no", "--val-fraction", "0.9999"
     )
-    assert "leaves no file in val; two files or more are needed" in refused.err
+    assert "none of its 1 images falls into the share 0.9999 for validation" in refused.err
     assert run_command(*argv, "0.3").code == 0
     counts = [len(open_source(str(tmp_path / "out"), split)) for split in ("train", "val")]
     assert sum(counts) == 24 and min(counts) > 0

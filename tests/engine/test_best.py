@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moh_vision.common.io import write_tensors
-from moh_vision.engine.best import BEST, Best, earlier_scores
+from moh_vision.engine.best import BEST, Best, earlier_scores, value_of
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,24 @@ def test_the_best_and_when_patience_is_exhausted(key, patience, scores, better, 
     step = better.rindex("1") + 1
     assert best.results() == {f"best_{key}": scores[step - 1], "best_step": step}
     assert best.exhausted == ends
+
+
+@pytest.mark.parametrize(
+    "scores, value",
+    [
+        (dict(top1=50.0, loss=1.0), 50.0),
+        (dict(top1=50.0), 50.0),
+        (dict(top1=50.0, loss=math.nan), math.nan),
+        (dict(top1=50.0, loss=math.inf), math.nan),
+        (dict(top1=50.0, loss=None), math.nan),  # as the log has it
+        (dict(top1=math.nan, loss=1.0), math.nan),
+    ],
+)
+def test_a_score_beside_a_loss_that_is_not_finite_is_none(scores, value, tmp_path):
+    assert value_of(scores, "top1") == pytest.approx(value, nan_ok=True)
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(json.dumps(dict(step=1, validation=scores)) + "\n")
+    assert earlier_scores(log, "top1", 1) == [(1, pytest.approx(value, nan_ok=True))]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):

@@ -13,7 +13,11 @@ from moh_vision.evaluation.fidelity import Extracted, Extractor, load_statistics
 from moh_vision.evaluation.fidelity import statistics as kept
 from moh_vision.evaluation.fidelity.__main__ import main
 from moh_vision.evaluation.fidelity.images import open_images
-from moh_vision.evaluation.fidelity.metrics import precision_recall
+from moh_vision.evaluation.fidelity.metrics import (
+    frechet_distance,
+    kernel_distance,
+    precision_recall,
+)
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import refuse
 
@@ -131,6 +135,63 @@ def test_precision_and_recall_in_chunks(chunk):
     far = torch.randn(20, 2) + 100
     assert precision_recall(near, far) == (0.0, 0.0)
     refuse("more than 3 images, the generated set has 3", lambda: precision_recall(a[:3], b))
+
+
+def exact_precision(points, centres):
+    """Return the share of points within a ball around a centre, from the differences of the coordinates."""
+
+    def squared(x, y):
+        return (x.double()[:, None] - y.double()).square().sum(-1)
+
+    radii = squared(centres, centres).sort(1).values[:, 3]
+    return (squared(points, centres) <= radii).any(1).double().mean().item()
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("offset", [0, 10])
+def test_precision_and_recall_of_near_points(size, offset):
+    """Balls are far smaller than what the product of two matrices in float32 resolves."""
+    torch.manual_seed(0)
+    middles = torch.rand(20, 1, 128)
+    reference = (middles + size * torch.randn(20, 5, 128)).flatten(0, 1) + offset
+    generated = (middles + 1.05 * size * torch.randn(20, 5, 128)).flatten(0, 1) + offset
+    found = precision_recall(generated, reference)
+    expected = exact_precision(generated, reference), exact_precision(reference, generated)
+    assert found == expected and 0.3 < expected[0] < 0.95
+
+
+@pytest.mark.parametrize("copies", [4, 5, 6, 7])
+@pytest.mark.parametrize("features", [3, 64, 200])
+def test_scores_of_the_same_images(copies, features):
+    """Each image is in the set several times, so that radii are 0; the generated set has another order."""
+    torch.manual_seed(0)
+    images = torch.rand(8, features) * 3
+    reference = images.repeat(copies, 1)
+    generated = reference[torch.randperm(len(reference))]
+    assert precision_recall(generated, reference) == (1.0, 1.0)
+    assert precision_recall(generated, reference, chunk=7) == (1.0, 1.0)
+    moved = generated.clone()
+    moved[::2] += 1e-3
+    assert precision_recall(moved, reference)[0] == 0.5
+
+    eps = torch.finfo(torch.float64).eps
+    moments = []
+    for x in (generated, reference):
+        found = kept.Moments(features)
+        found.add(x)
+        moments += found.result()
+    # An eigenvalue of C C that is 0 is found up to F eps |C|^2. Twice the roots of all of them are summed.
+    norm = torch.linalg.matrix_norm(moments[1], 2).item()
+    bound = 2 * features * norm * (features * eps) ** 0.5
+    assert frechet_distance(*moments) == pytest.approx(0, abs=bound)
+
+    kernel = (reference.double() @ reference.double().T / features + 1) ** 3
+    n = len(kernel)
+    different = (kernel.sum() - kernel.trace()) / (n * (n - 1))
+    expected = 2 / n * (different - kernel.trace() / n)
+    tolerance = 8 * n * features * eps * kernel.max().item()
+    found = kernel_distance(generated, reference)
+    assert found == pytest.approx(expected.item(), abs=tolerance) and found < 0
 
 
 EXPECTED = dict(

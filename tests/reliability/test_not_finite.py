@@ -1,5 +1,6 @@
-"""A step whose loss or gradient is not finite changes nothing and is counted; ten in a row end the run."""
+"""What is not finite is no number: a step changes nothing and is counted, a validation is not the best, a score is refused."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,9 +8,18 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from tests.support.refusals import one_line
+import moh_vision
+from moh_vision.__main__ import main
+from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.io import TensorFiles, write_tensors
+from moh_vision.diffusion import sample
+from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer
+from tests.support.pictures import gradient
+from tests.support.refusals import one_line, refused
 from tests.support.small_loop import small_loop
-from tests.support.small_runs import arguments, logged, same, script
+from tests.support.small_runs import arguments, entries, logged, results, same, script
 
 
 def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
@@ -116,3 +126,135 @@ def test_a_gradient_scalers_first_skips_do_not_count():
     with pytest.raises(FloatingPointError, match="step 25"):
         for _ in range(16, 30):
             loop.step(iter([batch]), epoch=0, count=1)
+
+
+def validated(folder, monkeypatch, broken, *more):
+    """Train a classifier for 3 steps with a validation after each; `broken` ones have logits that are NaN."""
+    forward = ClassificationTask.forward
+    scored = train_cls.validate
+    count = []
+
+    def counted(*args):
+        count.append(1)
+        return scored(*args)
+
+    def poisoned(task, *args, **named):
+        found = forward(task, *args, **named)
+        if not task.training and len(count) in broken:
+            return found[0] * math.nan, found[1]
+        return found
+
+    monkeypatch.setattr(train_cls, "validate", counted)
+    monkeypatch.setattr(ClassificationTask, "forward", poisoned)
+    train_cls.main(arguments("cls", folder, 3, 3, "--eval_every", 1, *more))
+
+
+def test_a_validation_that_is_not_finite_is_never_the_best(tmp_path, monkeypatch, capsys):
+    """All of its images were of class 0, with a tenth of them right."""
+    validated(tmp_path, monkeypatch, {1, 3}, "--ema.decay", 0)
+    scores = [entry["validation"] for entry in entries(tmp_path) if "validation" in entry]
+    assert [one.get("not_finite", 0) for one in scores] == [355, 0, 355]
+    assert [one["loss"] is None for one in scores] == [True, False, True]
+    assert scores[0]["top1"] == scores[2]["top1"] == 0
+    assert TensorFiles(tmp_path / "best.safetensors").metadata["step"] == 2
+    assert results(tmp_path)["best_step"] == 2
+    out = capsys.readouterr().out
+    assert out.count("the logits of 355 of 355 images are NaN or infinite") == 2
+    assert "results.json: null stands for a number that is not finite: loss" in out
+
+
+@pytest.mark.parametrize("broken, better", [(4, "ema"), (3, "model")])
+def test_weights_that_are_not_finite_are_not_the_better_ones(tmp_path, monkeypatch, broken, better):
+    """The EMA is validated after every step, and the last weights after it in the end."""
+    validated(tmp_path, monkeypatch, {broken}, "--ema.decay", 0.5)
+    assert results(tmp_path)["weights"] == better
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return a run of each wing, by its name, trained for a step."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("cls", "dit", "clm")}
+    for name, folder in folders.items():
+        more = ("--ema.decay", 0) if name == "cls" else ()
+        script(name).main(arguments(name, folder, 1, 1, *more))
+    return folders
+
+
+@contextlib.contextmanager
+def poisoned(run, value=math.nan, wanted=("weight",)):
+    """Put a value into one number of each tensor whose name ends with a wanted one, in all weights of a run."""
+    before = {file: file.read_bytes() for file in run.glob("[me]*.safetensors")}
+    try:
+        for file in before:
+            opened = TensorFiles(file)
+            tensors = {name: opened.read(name).clone() for name in opened.shapes}
+            for name in tensors:
+                if name.endswith(wanted):
+                    tensors[name].view(-1)[-1] = value
+            write_tensors(file, tensors, opened.metadata)
+        yield
+    finally:
+        for file, data in before.items():
+            file.write_bytes(data)
+
+
+# Wing -> commands that open RUN; OUT is a new file.
+COMMANDS = dict(
+    cls=(
+        (validate.main, "--checkpoint RUN"),
+        (main, "predict RUN IMAGE"),
+        (main, "search RUN --share 0.9 --output OUT.yaml"),
+        (main, "budget-curve RUN --output OUT.png"),
+        (main, "publish RUN --output OUT"),
+        (main, "export RUN --format torch-export --output OUT.pt2"),
+        (
+            train_cls.main,
+            "--config quickstart/cls --model.embed_dim 32 --model.depth 2 --init_from RUN --output OUT",
+        ),
+        (train_cls.main, "--config quickstart/cls --distill.teacher RUN --output OUT"),
+    ),
+    dit=(
+        (sample.main, "--checkpoint RUN --num-images 1 --out OUT.npz"),
+        (main, "publish RUN --output OUT"),
+    ),
+    clm=((main, "publish RUN --output OUT"),),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(name, value, runs, tmp_path, capsys):
+    """By every command, with the file and the first tensor."""
+    run = runs[name]
+    gradient().save(tmp_path / "image.png")
+    with poisoned(run, value):
+        for call, words in COMMANDS[name]:
+            words = words.replace("RUN", str(run)).replace("OUT", str(tmp_path / "new"))
+            argv = words.replace("IMAGE", str(tmp_path / "image.png")).split()
+            said = refused(capsys, call, *argv)
+            assert "tensors hold NaN or infinity, first " in said and str(run) in said, words
+            assert [path.name for path in tmp_path.iterdir()] == ["image.png"], words
+
+
+def test_a_language_model_of_a_folder_that_is_not_finite_is_refused(runs):
+    """The benchmarks of language models would take the first answer for the likeliest."""
+    folder = str(runs["clm"])
+    tokenizer = load_tokenizer(folder)
+    with poisoned(runs["clm"]), one_line(f"--model {folder}: .* tensors hold NaN or infinity"):
+        load_model(folder, "float32", torch.device("cpu"), tokenizer)
+
+
+def test_logits_that_are_not_finite_are_refused(runs, tmp_path, capsys):
+    """Weights that are finite can overflow too."""
+    run = runs["cls"]
+    gradient().save(tmp_path / "image.png")
+    with poisoned(run, 3e38, ("head.bias", "head.weight", "norm.weight")):
+        said = refused(capsys, validate.main, "--checkpoint", run, "--score_file", tmp_path / "s")
+        words = "model.safetensors: the logits of 355 of 355 images are NaN or infinite"
+        assert words in said and not (tmp_path / "s").exists()
+        with one_line(words):
+            moh_vision.open_run(str(run)).scores()
+        assert main(["predict", str(run), str(tmp_path / "image.png")]) == 2
+        said = capsys.readouterr()
+        assert "image.png: the classifier's logits are NaN or infinite" in said.err
+        assert "%" not in said.out

@@ -247,5 +247,5 @@ def _number(name: str, result: dict) -> str:
     if name in ("inception_score", "class_score"):
         return f"{value:.3f} +- {result[name + '_std']:.3f}"
     if name in ("kid", "kernel_distance"):
-        return f"{value:.5f}"
-    return f"{value:.4f}"
+        return f"{value:z.5f}"
+    return f"{value:z.4f}"  # z: no minus before a rounded 0

@@ -21,6 +21,7 @@ from moh_vision.engine.logging import versions
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad
+from moh_vision.models.weight_files import refuse_not_finite
 
 TOKENIZERS = (
     "tokenizer_config.json",
@@ -88,6 +89,7 @@ def load_model(
     if len(tokenizer) > size:
         sizes = f"{size} tokens, its tokenizer has {len(tokenizer)}"
         raise ValueError(f"--model {folder}: {sizes}: they do not belong together")
+    refuse_not_finite(f"--model {folder}", model.state_dict())
     circumstances = dict(
         model=str(path.resolve()),
         model_type=model.config.model_type,
