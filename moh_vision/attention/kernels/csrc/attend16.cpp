@@ -207,21 +207,21 @@ struct Blocks {
   int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
 };
 
-// Rows that can be read in pairs of numbers: an odd width gets a column of zeros, which changes no product.
+// Rows that can be read in pairs of numbers: an odd width gets a column of zeros, which changes no product. Rows that
+// overlap, those of expanded keys, are no matrix to brgemm.
 Tensor even_rows(const Tensor& x) {
-  bool fits = x.size(3) % 2 == 0 && x.stride(3) == 1;
+  bool fits = x.size(3) % 2 == 0 && x.stride(3) == 1 && x.stride(2) >= x.size(3);
   for (int dim = 0; dim < 3; dim++) fits = fits && x.stride(dim) % 2 == 0;
   if (fits) return x;
   return (x.size(3) % 2 ? at::constant_pad_nd(x, {0, 1}) : x).contiguous();
 }
-
-Tensor with_contiguous_rows(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 // The gates of pairs, [B, N or 1, H]; without them every gate is 1.
 struct Gates {
   const float* data = nullptr;
   int64_t batch_stride = 0, token_stride = 0, head_stride = 0;
 
+  explicit Gates(const std::optional<Tensor>&&) = delete;  // see HeadRows
   explicit Gates(const std::optional<Tensor>& weights) {
     if (!weights) return;
     data = weights->const_data_ptr<float>();
@@ -449,6 +449,7 @@ struct GradientRows {
   T* data;
   int64_t batch_stride, head_stride, stride;
 
+  explicit GradientRows(const Tensor&&) = delete;  // see HeadRows
   explicit GradientRows(const Tensor& x)
       : data(x.data_ptr<T>()), batch_stride(x.stride(0)), head_stride(x.stride(1)), stride(x.stride(2)) {}
   T* row(int64_t b, int64_t h, int64_t n) const { return data + b * batch_stride + h * head_stride + n * stride; }

@@ -74,12 +74,16 @@ inline std::vector<Piece> pieces(const Pairs& pairs, int64_t group, int64_t size
   return result;
 }
 
-// Keys or values [B, G, M, D] where they lie; `row(s)` begins what a segment reads.
+inline Tensor with_contiguous_rows(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+// Keys or values [B, G, M, D] where they lie; `at(s)` begins what source s reads. It keeps a pointer and no tensor, so
+// that a temporary tensor, whose memory is gone when it is read, does not compile.
 template <class T>
 struct HeadRows {
   const T* data;
   int64_t groups, batch_stride, group_stride, stride;
 
+  explicit HeadRows(const Tensor&&) = delete;
   explicit HeadRows(const Tensor& x)
       : data(x.const_data_ptr<T>()), groups(x.size(1)), batch_stride(x.stride(0)), group_stride(x.stride(1)),
         stride(x.stride(2)) {}
@@ -95,8 +99,9 @@ inline std::vector<int32_t> sources(const std::optional<Tensor>& source, const P
     for (int64_t s = 0; s < pairs.segments; s++) result[s] = s % B * G + s / B * G / H;
     return result;
   }
-  TORCH_CHECK_VALUE(source->dim() == 1 && source->is_contiguous() && source->numel() == pairs.segments,
-                    "source is ", source->sizes(), ", not a number for each of ", pairs.segments, " segments");
+  TORCH_CHECK_VALUE(source->dim() == 1 && source->numel() == pairs.segments, "source is ", source->sizes(),
+                    ", not a number for each of ", pairs.segments, " segments");
+  TORCH_CHECK_VALUE(source->is_contiguous(), "source is not a contiguous vector");
   const int32_t* from = source->const_data_ptr<int32_t>();
   for (int64_t s = 0; s < pairs.segments; s++) {
     if (pairs.begin(s) == pairs.end(s)) continue;  // reads nothing
@@ -130,6 +135,7 @@ struct Mask {
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, batch = 1;
   bool causal;
 
+  Mask(const std::optional<Tensor>&&, bool, int64_t) = delete;  // see HeadRows
   Mask(const std::optional<Tensor>& mask, bool is_causal, int64_t B) : batch(B), causal(is_causal) {
     if (!mask) return;
     if (mask->scalar_type() == at::kBool) seen = mask->const_data_ptr<bool>();

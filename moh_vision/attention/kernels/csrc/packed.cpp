@@ -227,7 +227,8 @@ Tensor side_by_side(const Tensor& x) {
   const int64_t B = x.size(0), G = x.size(1), M = x.size(2), D = x.size(3), width = padded(D);
   if (x.stride(3) == 1 && D == width && (M <= 256 || x.stride(2) == D)) return x;
   Tensor copy = at::empty({B, G, M, width}, x.options());
-  const HeadRows<float> from(x.stride(3) == 1 ? x : x.contiguous());
+  const Tensor rows = with_contiguous_rows(x);
+  const HeadRows<float> from(rows);
   float* to = copy.data_ptr<float>();
   for_each_task(B * G, no_scratch, [&](int64_t i, NoScratch&) {
     for (int64_t j = 0; j < M; j++) {

@@ -382,6 +382,7 @@ void gate_backward(const Router& router, const Lanes& lanes, LaneGradients& grad
   }
 }
 
+Rows rows_of(const Tensor&&) = delete;  // see HeadRows
 Rows rows_of(const Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0)}; }
 
 // dweight [R, C] = drows^T x, a task for every COLUMNS columns.
