@@ -1,5 +1,6 @@
 """Every executor equals the reference, in output and in every gradient; and what skipping is for: memory."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -13,7 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, kernels
+from moh_vision.attention import (
+    GroupMixtureMlp,
+    HeadBudget,
+    HeadMixtureAttention,
+    Routing,
+    kernels,
+)
 from moh_vision.attention.executors import Reference
 from moh_vision.attention.losses import load_balance_loss
 from moh_vision.attention.routers.moh import MoHRouter
@@ -287,6 +294,39 @@ def test_any_table_of_heads(rule, tokens, kv_heads):
     layer = build((2, 2), torch.float64, kv_heads=kv_heads)
     layer.router = Fixed(active)
     assert_equal(layer, UNDER_TEST, torch.randn(B, N, C, dtype=torch.float64, requires_grad=True))
+
+
+NOBODY = [
+    (HeadMixtureAttention, (B, N)),
+    *itertools.product((HeadMixtureAttention, GroupMixtureMlp), ((B, 1), (1, 1))),
+]
+
+
+@pytest.mark.parametrize("path", ["cpp", "torch"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer_class, table", NOBODY)
+def test_nobody_runs_a_head(layer_class, table, dtype, path):
+    """A router of one's own may do so, for a whole batch: what is left is the bias of the output."""
+    layer = build((2, 2), dtype=dtype, layer_class=layer_class)
+    layer.router = Fixed(torch.zeros(*table, H, dtype=torch.bool)).float()
+    x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
+    assert_equal(layer, ["masked", "packed", "auto"], x)
+    y = layer(x)[0]
+    bias = layer.projections[1].bias
+    assert torch.equal(y, bias.expand_as(y))
+
+
+@pytest.mark.parametrize("path", ["cpp", "torch"], indirect=True)
+@pytest.mark.parametrize(
+    "mask", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_additive_masks_of_other_dtypes(scope, dtype, mask, path):
+    layer = build((2, 2), dtype=dtype, scope=scope)
+    x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
+    attn_mask = torch.randn(N, N).half().to(mask)
+    assert_equal(layer, UNDER_TEST, x, attn_mask=attn_mask)
 
 
 # Per token only compiled operators skip.

@@ -83,6 +83,8 @@ def attend(
     Returns:
         [B, h, N, D]
     """
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype):
+        attn_mask = attn_mask.float()  # the fused call takes these three dtypes alone
     if grouped and q.shape[2] == 1 and not is_causal:
         if attn_mask is None or attn_mask.shape[1] == 1:
             # One token: the query heads of a key-value head take the places of tokens, so that its keys are read once.

@@ -11,14 +11,22 @@ from torch.nn import functional as F
 
 from moh_vision.attention import kernels
 from moh_vision.attention.linear import cast_bias, in_float, without_autocast
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Call, Routing
+
+
+def most_heads(routing: Routing) -> int:
+    """Return K, the largest number of heads that a sequence runs.
+
+    At least 1: where nobody runs a head, one of weight 0 is computed, because PyTorch cannot divide 0 columns by heads.
+    """
+    return routing.count or max(1, int(routing.active.sum(-1).max()))
 
 
 def heads_that_run(call: Call) -> Tensor:
     """Return K heads for each sequence, as indices [B or 1, K]: its active heads in rising order, then others to fill up."""
     active = call.routing.active.squeeze(1)  # [B or 1, H]
     H = active.shape[1]
-    K = call.routing.count or int(active.sum(1).max())
+    K = most_heads(call.routing)
     # Every active head ranks above every inactive one, and among either a lower index above a higher one.
     rank = active.int() * H - torch.arange(H, device=active.device)
     return rank.topk(K).indices
@@ -92,9 +100,8 @@ class LookedUpProducts:
         self.layer = layer
         self.call = call
         routing = call.routing
-        count = routing.count or int(routing.active.sum(-1).max())
         gates = in_float(routing.weights)
-        self.plan = kernels.plan_heads(routing.active, gates, count, layer.head_dim)
+        self.plan = kernels.plan_heads(routing.active, gates, most_heads(routing), layer.head_dim)
         self.heads = self.plan[0]  # [B, K]
         self.weighed = False  # whether `project` multiplied the gates into the values, so that `combine` must not
 

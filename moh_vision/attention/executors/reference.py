@@ -64,7 +64,7 @@ def attention_matrix(
         scale: factor of q k^T; None: 1 / sqrt(D).
 
     Returns:
-        [B, h, N, M]. Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call.
+        [B, h, N, M] in the dtype of q. Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -79,4 +79,5 @@ def attention_matrix(
         scores = scores + attn_mask
     # Rows without a visible key, whose softmax would be NaN.
     blind = scores.isneginf().all(-1, keepdim=True)
-    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    matrix = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return matrix.to(q.dtype)  # an additive mask may be wider
