@@ -131,7 +131,7 @@ class GroupsOfSequences(Executor):
     def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
         # Slices of weights are small beside the products that they save; the other two forms are measured first.
         sliced_on_cpu = call.routing.active.shape[0] == 1 and call.x.device.type == "cpu"
-        return known.MOST if sliced_on_cpu else 0.0
+        return known.share_of_sliced() if sliced_on_cpu else 0.0
 
     def project(self) -> Tensor:
         """Return the hidden channels of the groups that run, before the activation: [B, N, K, D]."""

@@ -37,6 +37,12 @@ def share_in_float32(head_dim: int) -> float:
     return MOST
 
 
+@torch.compiler.assume_constant_result  # with dynamic sizes torch.compile takes MOST itself for a variable
+def share_of_sliced() -> float:
+    """Return the largest share of active groups with which one choice for all sequences is known to be faster."""
+    return MOST
+
+
 def share_of_gathered(tokens: int) -> float:
     """Return the largest share of active heads with which `Sequences`, on sequences of `tokens`, is known to be faster."""
     if tokens < SHORT:
@@ -50,5 +56,8 @@ def _is_amd() -> bool:
 
 
 def rule(share: float) -> str:
-    """Return the rule in words. They name no sizes of the call, because torch.compile cannot format dynamic sizes."""
+    """Return the rule in words. They name no sizes of the call, because torch.compile cannot format dynamic sizes.
+
+    share: a literal, or a constant of torch.compile as the functions above return.
+    """
     return f"not measured; skipping pays for up to {share:.0%} of the heads, from {SMALLEST_QUERIES:,} numbers on"
