@@ -184,7 +184,8 @@ class HeadMixtureAttention(RoutedLayer):
             x: query tokens [B, N, C].
             context: keys and values come from it, [B, M, C]; None: from x.
             attn_mask: [N, M], [H or 1, N, M] or [B or 1, H or 1, N, M], True (attend) or an additive float.
-            is_causal: token n attends to tokens 0 .. n and to the cached tokens.
+            is_causal: token n attends to tokens 0 .. n and to the cached tokens, and is routed by these alone: refused where
+                a choice is made from the whole sequence, see `routes_by_all`.
             padding_mask: [B, N], or [B, length + N] with a KeyValueCache, True where a token of x or a cached token is
                 padding. Padding is left out of the statistics and, in self-attention, of the keys.
             rotary: cosines and sines [N, D] or [B or 1, N, D] of the tokens' positions, for queries and keys. Channels that
@@ -201,11 +202,11 @@ class HeadMixtureAttention(RoutedLayer):
 
         Raises:
             ValueError: for rotary or a KeyValueCache together with a context; for context_padding or route_by "context"
-                without a context; for a cache where routing reads the whole sequence; for padding of another length; and
-                for a condition where every token has its own heads.
+                without a context; for is_causal or a cache where routing reads the whole sequence; for padding of another
+                length; and for a condition where every token has its own heads.
         """
         attended = self.find_attended(x, context, context_padding, cache)
-        self.check(x, padding_mask, rotary, condition, attended)
+        self.check(x, padding_mask, rotary, condition, attended, is_causal)
         key_padding = attended.padding if attended.crosses else padding_mask
         mask, causal = visible(
             attn_mask,
@@ -268,11 +269,12 @@ class HeadMixtureAttention(RoutedLayer):
         rotary: Any,
         condition: Tensor | None,
         attended: Attended,
+        is_causal: bool,
     ) -> None:
         """Refuse arguments of `forward` that do not go together.
 
         Args:
-            x, padding_mask, rotary, condition: see `forward`.
+            x, padding_mask, rotary, condition, is_causal: see `forward`.
             attended: what x attends to.
         """
         check_length("padding_mask", padding_mask, attended.past, x.shape[1], x)
@@ -286,6 +288,21 @@ class HeadMixtureAttention(RoutedLayer):
         check_length("context_padding", attended.padding, 0, attended.keys, x)
         if condition is not None and self.scope != "sample":
             raise ValueError("a condition decides for whole sequences: it needs scope 'sample'")
+        if is_causal and self.routes_by_all(condition):
+            raise ValueError(
+                "is_causal: a choice made from the whole sequence would tell a token of later ones "
+                f"(router {type(self.router).__name__}, scope {self.scope!r}): give scope 'token', and mae a pool "
+                "'running' or 'window'"
+            )
+
+    def routes_by_all(self, condition: Tensor | None) -> bool:
+        """Return whether the choice for a token depends on all tokens of its sequence, or of the context.
+
+        condition: see `forward`. A router that reads queries reads their mean beside it.
+        """
+        if self.scope == "sample":
+            return condition is None or self.needs_query
+        return self.router.reads == "sequence"
 
     def route(
         self,
@@ -314,7 +331,7 @@ class HeadMixtureAttention(RoutedLayer):
                 routing = routing._replace(pairs=None)
                 cache.routing = routing
             return routing, None
-        if cache is not None and (self.scope == "sample" or self.router.reads == "sequence"):
+        if cache is not None and self.routes_by_all(condition):
             raise ValueError(
                 "tokens that come one by one (a cache) cannot be routed by all of them together "
                 f"(router {type(self.router).__name__}, scope {self.scope!r})"

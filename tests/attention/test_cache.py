@@ -140,6 +140,24 @@ def test_beams(crosses, name):
         rows = rows[indices]
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
+@torch.no_grad()
+def test_a_condition_routes_every_step(executor):
+    """It is known before the first token; the mean token is not, and is refused."""
+    layer = build(executor=executor, scope="sample", **SELF["moh"])
+    x = tokens()
+    condition = tokens(count=1).squeeze(1)
+    whole, _ = layer(x, is_causal=True, condition=condition)
+    for split in SPLITS:
+        cache = KeyValueCache()
+        parts = []
+        for part in x.split(split, 1):
+            parts.append(layer(part, is_causal=True, condition=condition, cache=cache)[0])
+        assert_near(torch.cat(parts, 1), whole)
+    words = "cannot be routed by all of them together .router MoHRouter, scope 'sample'"
+    refuse(words, layer, x, cache=KeyValueCache())
+
+
 @torch.no_grad()
 def test_crop():
     layer = build(**SELF["moh"])

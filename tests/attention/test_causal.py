@@ -1,13 +1,16 @@
-"""MAE's gates in a decoder, where no token may learn of a later one; of other routers: test_cache.py."""
+"""No token of a causal layer may learn of a later one. MAE's gates in a decoder; decoding itself: test_cache.py."""
 
+import itertools
 from copy import deepcopy
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from moh_vision.attention import KeyValueCache, SeparateHeadMixtureAttention
 from tests.support import layers
 from tests.support.layers import ROUTERS, C, H
+from tests.support.refusals import refuse
 
 B, N = 2, 9
 MAE = ["mae running", "mae window"]
@@ -82,7 +85,7 @@ def test_activation_checkpointing_repeats_the_forward_exactly(pool, reentrant):
     kept = deepcopy(plain)
 
     def forward(layer, x):
-        return layer(x, is_causal=True, padding_mask=PADDING)[0]
+        return layer(x, is_causal=pool != "sequence", padding_mask=PADDING)[0]
 
     for scale in (1, 3, 1):
         plain.zero_grad(), kept.zero_grad()
@@ -96,3 +99,76 @@ def test_activation_checkpointing_repeats_the_forward_exactly(pool, reentrant):
         assert all(map(torch.equal, *grads))
     assert all(map(torch.equal, plain.buffers(), kept.buffers()))
     assert plain.router.norm.num_batches_tracked == 3
+
+
+# Name -> arguments of `build`, of every router in every form that a decoder may have.
+CAUSAL = {
+    **ROUTERS,
+    "query_norm, groups": dict(
+        router="query_norm", budget=(2, 2), kv_heads=3, router_kwargs=dict(group=2)
+    ),
+    "moa, noisy": dict(ROUTERS["moa"], router_kwargs=dict(noisy=True)),
+    "mae running, one drawn": dict(
+        router="mae", budget=(6, 0), router_kwargs=dict(pool="running", mode="sampled")
+    ),
+    "mae window, one drawn": dict(
+        router="mae", budget=(6, 0), router_kwargs=dict(pool="window", mode="sampled")
+    ),
+    "separate": dict(budget=(2, 2), layer_class=SeparateHeadMixtureAttention),
+}
+SCOPES = {"token": None, "sample": None, "sample, a condition": B, "sample, one condition": 1}
+# How many tokens a call has, with a cache; None: all, without one.
+STEPS = {"no cache": None, "a prompt": (N,), "two parts": (5, 4), "token by token": (1,) * N}
+CHANGED = (1, 6)  # the first token that is another
+EXECUTORS = [
+    *itertools.product(("packed", "auto"), ("cpp",)),
+    *itertools.product(("packed", "masked", "reference"), ("torch",)),
+]
+# Executor, path and steps. The others are slow tests.
+QUICK = [("packed", "cpp", "no cache"), ("masked", "torch", "two parts")]
+RUNS = [
+    pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow)
+    for run in ((*executor, steps) for executor in EXECUTORS for steps in STEPS)
+]
+
+
+def outputs(layer, x, steps, **call):
+    """Return y [B, N, C] of causal calls."""
+    torch.manual_seed(3)  # of experts that are drawn
+    if steps is None:
+        return layer(x, is_causal=True, **call)[0]
+    cache = KeyValueCache()
+    parts = []
+    for part in x.split(steps, 1):
+        parts.append(layer(part, is_causal=True, cache=cache, **call)[0])
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("executor, path, steps", RUNS, indirect=["path"])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("name", CAUSAL)
+@torch.no_grad()
+def test_no_token_moves_those_before_it(name, scope, executor, path, steps):
+    """What a choice of all tokens would do is refused, in training and after it."""
+    layer = layers.build(**CAUSAL[name], scope=scope.partition(",")[0], executor=executor)
+    steps = STEPS[steps]
+    call = {}
+    if SCOPES[scope] is not None:
+        call["condition"] = torch.randn(SCOPES[scope], C)
+    x = torch.randn(B, N, C)
+    reads_all = name == "mae" and scope == "token"
+    reads_mean_token = scope == "sample"
+    reads_mean_query = "query_norm" in name and scope != "token"
+    if reads_all or reads_mean_token or reads_mean_query:
+        words = "is_causal: a choice made from the whole sequence would tell a token of later ones"
+        refuse(words, outputs, layer, x, steps, **call)
+        return
+    for training in (True, False):
+        layer.train(training)
+        before = deepcopy(layer)  # running statistics move on
+        want = outputs(layer, x, steps, **call)
+        for n in CHANGED:
+            other = torch.cat([x[:, :n], torch.randn(B, N - n, C)], 1)
+            got = outputs(deepcopy(before), other, steps, **call)
+            torch.testing.assert_close(got[:, :n], want[:, :n], rtol=1e-5, atol=1e-5)
+            assert (got[:, n] - want[:, n]).abs().max() > 1e-3

@@ -8,9 +8,10 @@ A router knows nothing of attention kernels. It reads tokens, and answers which 
 A router has five attributes. `TopKRouter`, the base of routers whose tokens choose their best heads, has values for all:
     budget        the HeadBudget of the constructor, or the one that `set_budgets` set later
     needs_query   whether it reads queries; the layer then projects the queries of all heads before it calls the router
-    reads         what a choice depends on. "token": one token. "sequence": all tokens, which get one choice. "earlier": a
-                  token and those before it; such a router has `resume(x, padding_mask, state) -> (Routing, state)`, which
-                  continues after an earlier call. The state is None before the first token, then tensors [B, ..]
+    reads         what a choice depends on. "token": one token. "sequence": all tokens, which get one choice; a causal layer
+                  refuses it. "earlier": a token and those before it; such a router has
+                  `resume(x, padding_mask, state) -> (Routing, state)`, which continues after an earlier call. The state
+                  is None before the first token, then tensors [B, ..]
     all_heads     whether any head may run for any token, so that no budget may leave heads out
     aux_loss      the auxiliary losses for its training: those of "moh", of "moa", or "" for none
 Routers that can have shared heads have a sixth:

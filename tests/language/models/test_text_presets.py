@@ -1,13 +1,16 @@
 """Names, refusals and parameter counts of the text models."""
 
+from copy import deepcopy
+
 import pytest
+import torch
 
 import moh_vision
 from moh_vision.attention import attention_layers
 from moh_vision.language.config import LanguageConfig, TextModelConfig
-from moh_vision.language.models.create import create_text_model, list_text_presets
+from moh_vision.language.models.create import create_text_model, list_text_presets, task_of
 from tests.support.refusals import refuse
-from tests.support.text_tiny import empty
+from tests.support.text_tiny import empty, stir, words
 
 
 def test_every_preset_is_built_and_routes_as_its_name_says():
@@ -35,6 +38,48 @@ def test_where_gates_of_mae_pool():
     assert {(layer.router.pool, layer.router.window) for layer in attention_layers(language)} == {
         ("window", 100)
     }
+
+
+SMALL = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_attention_heads=8)
+DEPTH = {
+    "mt": dict(encoder_layers=1, decoder_layers=2),
+    "clm": dict(num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@torch.no_grad()
+def test_no_token_moves_the_predictions_before_it(training):
+    """Of every preset that predicts the next token."""
+    tokens = words(2, 9)
+    n = 5  # the first token that is another
+    other = torch.cat([tokens[:, :n], words(2, 4, seed=2)], 1)
+    for preset in list_text_presets():
+        task = task_of(preset)
+        if task == "mlm":
+            continue
+        overrides = {**SMALL, **DEPTH[task]}
+        if "wt103" in preset:
+            overrides["adaptive_cutoffs"] = [10, 25]
+        model = create_text_model(preset, **overrides).double().train(training)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        stir(model)
+        before = deepcopy(model)  # running statistics move on in training
+
+        want = predict(model, task, tokens)
+        got = predict(before, task, other)
+        torch.testing.assert_close(got[:, :n], want[:, :n], msg=preset)
+        assert (got[:, n] - want[:, n]).abs().max() > 1e-3, preset
+
+
+def predict(model, task, ids):
+    """Return the log-probabilities of the token after each of `ids`, with the same experts drawn in every call."""
+    torch.manual_seed(0)
+    if task == "mt":
+        return model(input_ids=words(2, 5), decoder_input_ids=ids).logits
+    return model(input_ids=ids).logits
 
 
 @pytest.mark.parametrize(
