@@ -88,7 +88,7 @@ def test_every_model(name, dynamic):
     router = "query_norm" if family == "llama" else "moh"
     model, inputs = FAMILIES[family](router, **options)
     awake(model.eval())
-    compiled = torch.compile(model, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(model, dynamic=dynamic, backend="eager")
     for repeats in (1, 3):
         batch = [None if x is None else x.repeat(repeats, *[1] * (x.dim() - 1)) for x in inputs]
         torch.testing.assert_close(first(compiled(*batch)), first(model(*batch)))
