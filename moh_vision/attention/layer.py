@@ -489,4 +489,8 @@ def _refuse_unknown(**given: str) -> None:
     allowed = dict(router=ROUTERS, executor=EXECUTORS, scope=SCOPES, route_by=ROUTE_BY)
     for name, value in given.items():
         if value not in allowed[name]:
-            raise ValueError(f"{name} {value!r} is not one of {', '.join(sorted(allowed[name]))}")
+            hint = ""
+            if name == "router":
+                hint = "; one of your own is known where its file is imported first"
+            known = ", ".join(sorted(allowed[name]))
+            raise ValueError(f"{name} {value!r} is not one of {known}{hint}")

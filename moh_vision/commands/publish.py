@@ -44,11 +44,11 @@ from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
 
-# By task of text: the hub's name of the task, the template of special tokens around a text, the transformers class.
+# By task of text: the hub's name of the task, the transformers class.
 TASKS = {
-    TEXT["mt"]: ("translation", "$A </s>", "AutoModelForSeq2SeqLM"),
-    TEXT["mlm"]: ("fill-mask", "<s> $A </s>", "AutoModelForMaskedLM"),
-    TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
+    TEXT["mt"]: ("translation", "AutoModelForSeq2SeqLM"),
+    TEXT["mlm"]: ("fill-mask", "AutoModelForMaskedLM"),
+    TEXT["clm"]: ("text-generation", "AutoModelForCausalLM"),
 }
 # Arguments of our ViTs that timm's ViTs do not have; a dense ViT does not need them.
 ROUTING = (
@@ -225,24 +225,17 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
     """Save a transformers folder, with the run's tokenizers."""
     from transformers import GenerationConfig
 
+    from moh_vision.language.data.vocabulary import TARGET, TOKENIZER, copy_tokenizers
     from moh_vision.language.models.weights import quiet
 
-    task, template, auto = TASKS[run.task]
+    task, auto = TASKS[run.task]
     if (run.folder / "generation_config.json").is_file():
         opened.model.generation_config = GenerationConfig.from_pretrained(run.folder)
     with quiet():
         opened.model.save_pretrained(folder)
-    options = dict(padding_side="right")
-    if run.task == TEXT["clm"]:  # pad on the left: generation continues after the last token
-        options = dict(padding_side="left")
-    longest = getattr(opened.model.config, "max_position_embeddings", None)
-    if longest is not None:
-        options["model_max_length"] = longest
-    source = save_tokenizer(run.folder / "tokenizer.json", folder, template, **options)
-    target = False
-    if source:
-        file = run.folder / "target_tokenizer.json"
-        target = save_tokenizer(file, folder / "target", template, **options)
+    copy_tokenizers(run.folder, folder)
+    source = (folder / TOKENIZER).is_file()
+    target = (folder / TARGET / TOKENIZER).is_file()
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
     return dict(library="transformers", task=task, model=named(opened), **example)
 
@@ -250,42 +243,6 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
 def named(opened: Opened) -> str:
     """Return the name of an opened model, followed by the arguments that its run changed."""
     return full_name(opened.metadata["architecture"], opened.metadata.get("arguments") or {})
-
-
-def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
-    """Save a run's tokenizer for AutoTokenizer, with the special tokens of training; return False if `file` is missing.
-
-    `options` are arguments of transformers' class. Only our own tokenizers take them: a foreign tokenizer keeps the
-    options in its folder. Decoded texts drop the space that byte-level BPE puts before the first word, as texts for
-    BLEU do.
-    """
-    from tokenizers.decoders import Sequence, Strip
-    from tokenizers.processors import TemplateProcessing
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, SPECIALS, UNK, Vocabulary
-
-    if not file.is_file():
-        return False
-    vocabulary = Vocabulary.load(file, foreign=True)
-    if vocabulary.scheme == "foreign":
-        AutoTokenizer.from_pretrained(file.parent).save_pretrained(folder)
-        return True
-    roles = dict(pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK)
-    if vocabulary.specials > MASK:
-        roles["mask_token"] = MASK
-    names = {role: SPECIALS[number] for role, number in roles.items()}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **options, **names)
-    around = [(SPECIALS[number], number) for number in (BOS, EOS) if SPECIALS[number] in template]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=template, special_tokens=around
-    )
-    if vocabulary.scheme == "bpe":
-        tokenizer.backend_tokenizer.decoder = Sequence(
-            [tokenizer.backend_tokenizer.decoder, Strip(" ", 1, 0)]
-        )
-    tokenizer.save_pretrained(folder)
-    return True
 
 
 SAVE = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)

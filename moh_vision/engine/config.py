@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from moh_vision.attention import ROUTERS
 from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
@@ -285,29 +286,30 @@ class RunConfig(CommonConfig):
     def idle(self) -> Iterator[Idle]:
         routers = self.routers()
         model = "model.name model.router model.kwargs model.convert"
-        convert = getattr(self.model, "convert", None) or {}
-        # Groups of MLPs are chosen by routers of MoH's, whatever chooses the heads. Text models have no such key.
-        groups = getattr(self.model, "mlp_budget", None) or convert.get("mlp_budget")
-        options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
-        all_heads = {"mae", "gated", "dense"}  # routers that run them, without a balance loss
+        arguments = self.model.arguments() or {}
+        # Groups of MLPs are chosen by routers of MoH's, whatever chooses the heads. Text models have none.
+        groups = arguments.get("mlp_budget")
+        options = arguments.get("router_kwargs") or {}
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
         routes = "a model that routes its heads"
-        chosen = routers - all_heads
+        # A name that is not registered may be of any router; the layer refuses it.
+        unknown = routers - ROUTERS.keys()
+        known = routers & ROUTERS.keys()
+        chosen = unknown | {name for name in known if not ROUTERS[name].all_heads}
+        balanced = unknown | {name for name in known if ROUTERS[name].aux_loss == "moh"}
+        balanced_as_moa = unknown | {name for name in known if ROUTERS[name].aux_loss == "moa"}
         yield Idle("model.head_budget", chosen, routes, model)
         yield Idle("budget_range", chosen or groups, routes, f"{model} model.mlp_budget")
         yield Idle(
             "model.scope", routers - {"dense"} or groups, routes, f"{model} model.mlp_budget"
         )
-        # A router that none of these lists names is a user's own: it may use any of the losses.
-        balanced = routers - {"moa", *all_heads} or groups
         yield Idle(
             "balance_weight",
-            balanced,
+            balanced or groups,
             "router moh or query_norm, or model.mlp_budget",
             f"{model} model.mlp_budget",
         )
-        moa_or_foreign = routers - {"moh", "query_norm", *all_heads}
-        yield Idle("moa_balance_weight z_weight", moa_or_foreign, "router moa", model)
+        yield Idle("moa_balance_weight z_weight", balanced_as_moa, "router moa", model)
         yield Idle(
             "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"
         )
@@ -368,11 +370,9 @@ class ImageRunConfig(RunConfig):
         return warmup, f"{line}, the first {warmup} are the warm-up"
 
     def routers(self) -> set[str]:
-        model = self.model
-        if model.pretrained:
-            return {(model.convert or {}).get("router") or "moh"}
-        if model.router:
-            return {model.router}
-        if model.name.startswith(("dit_", "sit_", "jit_", "transnext_")):
+        router = self.model.arguments().get("router")
+        if router:
+            return {router}
+        if self.model.name.startswith(("dit_", "sit_", "jit_", "transnext_")):
             return {"dense"}
         return {"moh"}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -309,14 +309,27 @@ def commit(clone: Path) -> str | None:
     return done.stdout.strip()
 
 
-def ending(wing: str, run: Path, objective: str | None = None) -> str:
-    """Return the last lines that a run prints: its files, and commands to run next. Diffusion gives its `objective`."""
+def ending(
+    wing: str, run: Path, objective: str | None = None, router_modules: Sequence[str] = ()
+) -> str:
+    """Return the last lines that a run prints: its files, and commands to run next.
+
+    Args:
+        wing: of the run.
+        run: the run's folder.
+        objective: of a diffusion run.
+        router_modules: modules of a user's own routers, without which the commands cannot open the run.
+    """
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
     commands = list(NEXT[wing])
     commands += [command for name, command in OF_FILES.items() if (run / name).exists()]
     following = [f"  python -m moh_vision{command.format(**names)}" for command in commands]
-    return "\n".join([f"{run} has {files}", "next", *following])
+    title = "next"
+    if router_modules:
+        modules = " and ".join(router_modules)
+        title = f"next, from a script that first imports {modules}, which has the router: docs/guides/extend.md"
+    return "\n".join([f"{run} has {files}", title, *following])
 
 
 def without_nan(values: dict) -> tuple[dict, list[str]]:

@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention.measure import collect, measured_table
+from moh_vision.attention.model_heads import user_router_modules
 from moh_vision.common.errors import BadData, lost_a_process
 from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.best import BEST, Best, value_of
@@ -116,7 +117,8 @@ class TrainingLoop:
         if error is None:
             if self.log.enabled and not self.stopped:
                 objective = getattr(self.config, "objective", None)
-                self.log.say(ending(self.config.kind, self.folder, objective))
+                modules = user_router_modules(self.model)
+                self.log.say(ending(self.config.kind, self.folder, objective, modules))
             self.log.close()
 
     @property

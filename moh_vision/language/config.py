@@ -262,10 +262,18 @@ class LanguageConfig(RunConfig):
             )
 
     def routers(self) -> set[str]:
-        """Return the routers that the name and the arguments of the model mention."""
-        # "nobcd" is a MAE. UNI-MAE mixes all experts equally, without gates, so it does not count as one.
+        """Return the routers that the name and the arguments of the model mention.
+
+        UNI-MAE mixes all experts equally, without gates, so it does not count as a MAE.
+        """
+        arguments = dict(self.model.arguments() or {})
         preset = self.model.name.replace("nobcd", "mae").replace("uni_mae", "")
-        text = f"{preset} {self.model.kwargs}"
+        if "attention" in arguments:  # in place of the preset's
+            preset = ""
+        for name, value in list(arguments.items()):
+            if isinstance(value, dict) and value.get("mode", "soft") != "soft":
+                del arguments[name]
+        text = f"{preset} {arguments}"
         routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in text}
         if self.model.name == "clm_pretrained":
             routers.add("query_norm")

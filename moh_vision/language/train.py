@@ -40,6 +40,7 @@ with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
+    from moh_vision.language.data.vocabulary import copy_tokenizers
     from moh_vision.language.evaluation.perplexity import summary
     from moh_vision.language.evaluation.scores import (
         evaluation_of,
@@ -126,7 +127,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     if config.dry_run:  # nothing was written
         return
     if accelerator.is_main_process and not (checkpoint or config.estimate):
-        text.save(folder.path, micro_batches)
+        longest = getattr(model.config, "max_position_embeddings", None)
+        text.save(folder.path, micro_batches, longest)
         for model_config in configs_of(model):  # from_pretrained reads them with model.safetensors
             model_config.save_pretrained(folder.path)
 
@@ -222,12 +224,13 @@ def say_long_average(config: LanguageConfig, span: Span) -> None:
 
 
 def keep_weights(loop: TrainingLoop) -> None:
-    """Write OUTPUT/weights/step_N, a transformers model with its tokenizer. Collective: every process must call it."""
+    """Write OUTPUT/weights/step_N, a transformers model with its tokenizers. Collective: every process must call it."""
     folder = loop.folder / "weights" / f"step_{loop.done}"
     main = loop.accelerator.is_main_process
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in (*loop.folder.glob("*config.json"), *loop.folder.glob("*tokenizer.json")):
+        copy_tokenizers(loop.folder, folder)
+        for file in loop.folder.glob("*config.json"):
             shutil.copyfile(file, folder / file.name)
     metadata = dict(loop.metadata, step=loop.done)
     export_weights(loop.model, folder / "model.safetensors", metadata, write=main)

@@ -643,7 +643,7 @@ def test_reference_against_plain_softmax():
 BAD_ARGUMENTS = {
     "router": (
         dict(router="mho"),
-        "router 'mho' is not one of dense, gated, mae, moa, moh, query_norm",
+        "router 'mho' is not one of dense, gated, mae, moa, moh, query_norm; one of your own is known where its file is",
     ),
     "executor": (
         dict(executor="fast"),

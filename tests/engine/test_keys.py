@@ -9,6 +9,8 @@ import typing
 
 import pytest
 
+from moh_vision.attention import ROUTERS
+from moh_vision.attention.routers import MoHRouter
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
 from moh_vision.engine.command_line import dump, groups_of, load, parse_config
@@ -324,6 +326,12 @@ def test_a_key_has_no_effect_without_what_it_needs(config_class):
 BUDGET = "model.head_budget budget_range"
 VISION = (ClsConfig, DitConfig)
 TRAINING = (ClsConfig, DitConfig, LanguageConfig)
+UNIFORM = {"router": "mae", "mode": "uniform"}
+USERS_ROUTERS = {  # name -> its attributes beside those of MoH's
+    "with_moa": dict(aux_loss="moa"),
+    "without": dict(aux_loss=""),
+    "all": dict(all_heads=True),
+}
 # Effects that depend on the router or the optimiser, which `needs` cannot express.
 # Case -> (configurations, values, keys without effect, keys with an effect).
 IDLE = {
@@ -334,6 +342,12 @@ IDLE = {
     "moa": (VISION, {"model.router": "moa"}, "balance_weight", f"{BUDGET} z_weight moa_balance_weight"),
     "a user's router": ((ClsConfig,), {"model.router": "mine"}, "block_descent.mode", f"{BUDGET} balance_weight z_weight"),
     "mae argmax": ((ClsConfig,), {"model.router": "mae", "model.router_kwargs": {"mode": "argmax"}}, "block_descent.mode", ""),
+    "a user's router with MoA's loss": ((ClsConfig,), {"model.router": "with_moa"}, "balance_weight block_descent.mode", f"{BUDGET} z_weight moa_balance_weight"),
+    "a user's router without a loss": ((ClsConfig,), {"model.router": "without"}, "balance_weight z_weight moa_balance_weight", BUDGET),
+    "a user's router that runs all heads": ((ClsConfig,), {"model.router": "all"}, BUDGET, "balance_weight"),
+    "mae in kwargs": (VISION, {"model.kwargs": {"router": "mae"}}, f"{BUDGET} balance_weight", "block_descent.mode"),
+    "uniform mae in kwargs": (VISION, {"model.kwargs": {"router": "mae", "router_kwargs": {"mode": "uniform"}}}, "block_descent.mode", ""),
+    "mode in kwargs": (VISION, {"model.router": "mae", "model.kwargs": {"router_kwargs": {"mode": "uniform"}}}, "block_descent.mode", ""),
     "converted": ((ClsConfig,), {"model.pretrained": "x", "model.convert": {"router": "query_norm"}}, "z_weight", f"{BUDGET} balance_weight"),
     "dense text": ((LanguageConfig,), {}, f"{BUDGET} balance_weight z_weight block_descent.mode", ""),
     "moh text": ((LanguageConfig,), {"model.name": "clm_moh_small_75"}, "z_weight", f"{BUDGET} balance_weight"),
@@ -341,6 +355,11 @@ IDLE = {
     "pretrained text": ((LanguageConfig,), {"model.name": "clm_pretrained"}, "z_weight", f"{BUDGET} balance_weight"),
     "moa in cross-attention": ((LanguageConfig,), {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "balance_weight", "z_weight"),
     "uniform mae": ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, "block_descent.mode", ""),
+    "uniform mae for soft": ((LanguageConfig,), {"model.name": "mt_mae_7", "model.kwargs": {"attention": UNIFORM}}, "block_descent.mode", ""),
+    "uniform mae for dense": ((LanguageConfig,), {"model.kwargs": {"attention": UNIFORM}}, "block_descent.mode", ""),
+    "uniform mae beside soft": ((LanguageConfig,), {"model.name": "mt_mae_7", "model.kwargs": {"cross_attention": UNIFORM}}, "", "block_descent.mode"),
+    "soft mae for uniform": ((LanguageConfig,), {"model.name": "mt_uni_mae_7", "model.kwargs": {"attention": {"router": "mae"}}}, "", "block_descent.mode"),
+    "dense for moh": ((LanguageConfig,), {"model.name": "mt_moh_75", "model.kwargs": {"attention": {"router": "dense"}}}, "balance_weight", ""),
     "nobcd": ((LanguageConfig,), {"model.name": "mt_nobcd"}, "", "block_descent.mode block_descent.gate_lr"),
     "nesterov": (TRAINING, {"optim.name": "nesterov"}, "optim.betas optim.eps", "optim.momentum"),
     "adan": (TRAINING, {"optim.name": "adan"}, "optim.betas optim.momentum", "optim.eps"),
@@ -349,7 +368,9 @@ IDLE = {
 
 
 @pytest.mark.parametrize("case", IDLE)
-def test_what_depends_on_the_router_and_the_optimiser(case):
+def test_what_depends_on_the_router_and_the_optimiser(case, monkeypatch):
+    for name, attributes in USERS_ROUTERS.items():
+        monkeypatch.setitem(ROUTERS, name, type(name, (MoHRouter,), attributes))
     config_classes, values, idle, effective = IDLE[case]
     for config_class in config_classes:
         found = {name for name, *_ in idle_keys(changed(config_class(), values))}

@@ -14,8 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
+from torch import nn
 
 from moh_vision import __version__
+from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
+from moh_vision.attention.model_heads import user_router_modules
+from moh_vision.attention.routers import MoHRouter
 from moh_vision.classification.train import main
 from moh_vision.common.progress import Progress
 from moh_vision.diffusion.config import SampleConfig
@@ -291,6 +295,21 @@ def test_what_comes_next_is_a_command(command, capsys):
     known = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
     options = {word for word in words if word.startswith("--")}
     assert options <= {option.replace("_", "-") for option in known}
+
+
+class UsersRouter(MoHRouter):
+    """A router outside the package."""
+
+
+def test_what_comes_next_names_the_module_of_a_users_router(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROUTERS, "users", UsersRouter)
+    layers = [HeadMixtureAttention(8, HeadBudget(4, 2, 1, 1), router=r) for r in ("moh", "users")]
+    assert user_router_modules(nn.ModuleList(layers[:1])) == []
+    modules = user_router_modules(nn.ModuleList(layers))
+    assert modules == [__name__]
+    title = ending("classification", tmp_path, router_modules=modules).splitlines()[1]
+    assert title.startswith(f"next, from a script that first imports {__name__}, ")
+    assert ending("classification", tmp_path).splitlines()[1] == "next"
 
 
 @pytest.mark.parametrize("objective", ["noise", "flow"])

@@ -15,6 +15,7 @@ import moh_vision
 from moh_vision.commands.runs import read_run
 from moh_vision.common import progress
 from moh_vision.language import train as train_text
+from moh_vision.language.data.inputs import TranslationInputs
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
 from moh_vision.language.evaluation.scores import average_checkpoints
 from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel
@@ -366,7 +367,8 @@ def test_mistakes(data, first, tmp_path, capsys):
     assert "data.max_length" in refused("mt", "--data.max_length", "500")
     assert "keep_checkpoints" in refused("mt", "--average", "5")
     assert "no gates" in refused("mt", "--train_only", "gates", preset="mt_transformer_base")
-    train_vocabulary(["a b"], 40).save(tmp_path / "other" / "tokenizer.json")
+    other = train_vocabulary(["a b"], 40)
+    other.save(tmp_path / "other" / "tokenizer.json", TranslationInputs.form)
     other_vocabulary = ["--init-from", first, "--data.tokenizer", tmp_path / "other"]
     assert "another vocabulary" in refused("mt", *other_vocabulary)
     modes = ["--generate.gate_modes", "[soft, argmax]"]

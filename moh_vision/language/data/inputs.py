@@ -21,13 +21,16 @@ from moh_vision.language.data.sources import ParallelText, find_lines, find_pair
 from moh_vision.language.data.tokens import META, Tokens, encoded, sums_of
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import (
+    BOS,
+    EOS,
+    TARGET,
     TOKENIZER,
+    TextForm,
     Vocabulary,
     find_tokenizer,
     trained_vocabulary,
 )
 
-TARGET_TOKENIZER = "target_tokenizer.json"
 RECORD = "text.json"
 
 
@@ -43,8 +46,8 @@ class TextInputs:
     """
 
     first: object  # index of the data set's first sample
+    form: TextForm  # of the saved tokenizers
     foreign = False  # whether foreign tokenizers are allowed
-    padding_side = "right"  # of batches, in the saved tokenizers
 
     def __init__(
         self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True
@@ -69,7 +72,7 @@ class TextInputs:
             return None
         file = find_tokenizer("data.tokenizer", Path(self.tokenizer))
         source = Vocabulary.load(file, self.foreign)
-        target_file = file.with_name(TARGET_TOKENIZER)
+        target_file = file.parent / TARGET / TOKENIZER
         if not target_file.is_file():
             return source, source
         return source, Vocabulary.load(target_file)
@@ -102,12 +105,18 @@ class TextInputs:
         """Return what a resumed run must match: the text, and for translation the micro-batches per step."""
         return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
 
-    def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies, for `data.tokenizer`, and the record; `micro_batches`: of a step on all processes."""
+    def save(self, run: Path, micro_batches: int, longest: int | None) -> None:
+        """Save the vocabularies, for `data.tokenizer` and transformers, and the record.
+
+        Args:
+            run: the run's folder.
+            micro_batches: of a step on all processes.
+            longest: see `Vocabulary.save`.
+        """
         source, target = self.vocabularies
-        source.save(run / TOKENIZER, self.padding_side)
+        source.save(run / TOKENIZER, self.form, longest)
         if target is not source:
-            target.save(run / TARGET_TOKENIZER, self.padding_side)
+            target.save(run / TARGET / TOKENIZER, self.form, longest)
         write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
@@ -153,6 +162,7 @@ class TranslationInputs(TextInputs):
     """Inputs of translation models: pairs of sentences."""
 
     first = 0
+    form = TextForm("$A </s>", bos=BOS)
 
     def pair(self, split: str) -> ParallelText:
         return find_pairs(self.data.root, split, self.data.source, self.data.target)
@@ -262,6 +272,7 @@ class BlockInputs(TextInputs):
 class MaskedInputs(BlockInputs):
     """Inputs of masked language models."""
 
+    form = TextForm("<s> $A </s>", bos=BOS, masks=True)
     mask = True
 
     def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
@@ -279,8 +290,9 @@ class MaskedInputs(BlockInputs):
 class CausalInputs(BlockInputs):
     """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
+    # eos stands before the first text too. Padding on the left lets `generate` append right behind a text's last token.
+    form = TextForm("</s> $A", bos=EOS, padding_side="left")
     foreign = True
-    padding_side = "left"  # so that `generate` appends right behind the last token of a text
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         for root in self.roots():
@@ -367,9 +379,8 @@ class CausalInputs(BlockInputs):
     def special_tokens(self) -> dict:
         """Return the special tokens' ids that are known, by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
-        known = dict(
-            bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad
-        )
+        bos = vocabulary.bos if vocabulary.scheme == "foreign" else self.form.bos
+        known = dict(bos_token_id=bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
         return {name: token_id for name, token_id in known.items() if token_id is not None}
 
 

@@ -29,7 +29,7 @@ TEXTS_AT_ONCE = 2000
 CHARACTERS_AT_ONCE = 1 << 23
 # Fields that are read from meta.json.
 # words: number of words between blanks, plus one for the end of each text.
-# tokenizer: sha256 of the tokenizer.json.
+# tokenizer: fingerprint of the `Vocabulary`.
 # sha256: of ids.bin and ends.npy together.
 META_FIELDS = dict(dtype=str, tokens=int, words=int, tokenizer=str, sha256=str)
 

@@ -8,13 +8,23 @@ blanks as in WikiText and sorted by falling frequency, are for adaptive softmaxe
 import hashlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from moh_vision.common.errors import reason_of
 from moh_vision.common.io import write_whole
@@ -27,12 +37,14 @@ BASE_SPECIALS = SPECIALS[:MASK]  # those of every vocabulary of our own
 UNKNOWN = SPECIALS[UNK]
 MAX_BYTES = 1 << 28  # of a tokenizer.json
 MAX_TOKENS = 1 << 24  # of a vocabulary
-FORMAT = "2"  # version of what caches hold
+FORMAT = "3"  # version of what caches hold
 SCHEMES = {  # model of a tokenizer.json -> (our name, class of the pre-tokenizer)
     models.BPE: ("bpe", pre_tokenizers.ByteLevel),
     models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit),
 }
+SPECIAL_WORD = rf"(?<!\S)(?:{'|'.join(SPECIALS)})(?!\S)"  # a special token between blanks
 TOKENIZER = "tokenizer.json"
+TARGET = "target"  # a folder with the tokenizer of a translation's target, if it has its own
 COMPANION = "tokenizer_config.json"
 SPECIAL_MAP = (
     "special_tokens_map.json"  # written by transformers before 5; has roles that COMPANION may lack
@@ -58,14 +70,29 @@ NOT_CARRIED = frozenset(
         "split_special_tokens",
     }
 )
-# Our texts have no bos: eos stands before the first token too.
-OWN_ROLES = dict(eos_token=SPECIALS[EOS], bos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
+OWN_ROLES = dict(eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
 # Names of tokens in LLaMA, GPT-2 and their successors, for foreign tokenizers without a tokenizer_config.json.
 USUAL_ROLES = {
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
     "pad_token": ("<pad>", "<|pad|>", "[PAD]"),
 }
+
+
+class TextForm(NamedTuple):
+    """What a task puts around texts, for transformers' tokenizers of our own vocabularies.
+
+    Attributes:
+        template: the special tokens around a text, $A.
+        bos: id of the token that stands before the first one to predict.
+        padding_side: "left" or "right".
+        masks: texts may hold the special token <mask>, and so the others.
+    """
+
+    template: str
+    bos: int
+    padding_side: str = "right"
+    masks: bool = False
 
 
 class Vocabulary:
@@ -81,10 +108,10 @@ class Vocabulary:
         scheme: "bpe", "word" or "foreign".
         specials: number of special tokens of a vocabulary of our own, which have the first ids: 4, or 5 with <mask>; 0
             for a foreign one.
-        bos, eos, pad: ids of these tokens; bos and pad may be None.
+        bos, eos, pad: ids of these tokens; bos and pad may be None. Our own have no bos: it depends on the task.
         markers: pattern that finds a foreign vocabulary's special tokens in a text; None if it has none, and for our own.
         companion: what `save` writes into the tokenizer_config.json of a foreign vocabulary; {} for our own.
-        fingerprint: sha256 of the tokenizer.json, which checkpoints contain.
+        fingerprint: sha256 of the tokenizer.json, which checkpoints contain; of our own without a task's template.
     """
 
     def __init__(
@@ -92,7 +119,6 @@ class Vocabulary:
     ):
         self.data = data
         self.where = where
-        self.fingerprint = hashlib.sha256(data).hexdigest()
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
             token_ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -116,14 +142,17 @@ class Vocabulary:
             self.roles = _roles(self.companion, token_ids, where)
             self.markers = _markers(self._tokenizer)
         else:
+            self.data = _with_template(data, None)
             self.scheme, _ = SCHEMES[type(self._tokenizer.model)]
-            self.lowercase = self._tokenizer.normalizer is not None
+            lowering = _normalizer(self.scheme, lowercase=True)
+            self.lowercase = _steps(self._tokenizer.normalizer) == _steps(lowering)
             self.specials = len(BASE_SPECIALS)
             if token_ids.get(SPECIALS[MASK]) == MASK:
                 self.specials += 1
             self.companion = {}
             self.roles = OWN_ROLES
             self.markers = None
+        self.fingerprint = hashlib.sha256(self.data).hexdigest()
         self.eos = token_ids.get(self.roles.get("eos_token"))
         self.bos = token_ids.get(self.roles.get("bos_token"))
         self.pad = token_ids.get(self.roles.get("pad_token"))
@@ -132,7 +161,7 @@ class Vocabulary:
         )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
+        self._adds_eos = self.scheme == "foreign" and _ends_with(self._tokenizer, self.eos)
 
     @classmethod
     def load(cls, path: Path, foreign: bool = False) -> Self:
@@ -140,20 +169,32 @@ class Vocabulary:
         companion = _companion(path) if foreign else None
         return cls(_read(path), str(path), companion, foreign)
 
-    def save(self, path: Path, padding_side: str = "right") -> None:
-        """Write the tokenizer.json, unchanged, and the tokenizer_config.json that AutoTokenizer needs.
+    def save(self, path: Path, form: TextForm, longest: int | None = None) -> None:
+        """Write the tokenizer.json, and the tokenizer_config.json that AutoTokenizer needs.
 
-        Batches are padded on `padding_side`, unless a foreign tokenizer says where.
+        A tokenizer of our own gets the task's template, so that transformers puts around a text what training does. A
+        foreign one is written unchanged.
+
+        Args:
+            path: of the tokenizer.json.
+            form: of the task.
+            longest: tokens that the model's longest text has; None: any number.
         """
-        write_whole(Path(path), self.data, shared=True)
-        companion = {
-            "padding_side": padding_side,
-            **self.companion,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **self.roles,
-        }
+        path = Path(path)
+        data = self.data
+        companion = {"padding_side": form.padding_side, **self.companion}
+        if self.scheme != "foreign":
+            data = _with_template(data, form.template)
+            companion["bos_token"] = SPECIALS[form.bos]
+            companion["split_special_tokens"] = not form.masks
+            if form.masks:
+                companion["mask_token"] = SPECIALS[MASK]
+            if longest is not None:
+                companion["model_max_length"] = longest
+        companion.update(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
+        write_whole(path, data, shared=True)
         text = json.dumps(companion, indent=1, ensure_ascii=False) + "\n"
-        write_whole(Path(path).with_name(COMPANION), text, shared=True)
+        write_whole(path.with_name(COMPANION), text, shared=True)
 
     def __len__(self) -> int:
         """Return one more than the largest id."""
@@ -167,17 +208,16 @@ class Vocabulary:
         return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as the tokenizer does, but without an eos at the end. LLaMA's tokenizer adds a bos.
+        """Encode texts without an eos at the end; a foreign tokenizer, such as LLaMA's, may add a bos.
 
         Special tokens that are written in a text are encoded as text.
         """
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
-        if self._ends_with_eos:
+        encodings = self._tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=self.scheme == "foreign"
+        )
+        rows = [encoding.ids for encoding in encodings]
+        if self._adds_eos:
             return [ids[:-1] for ids in rows]
-        if (
-            self.scheme == "word"
-        ):  # WordLevel gives a word "</s>" in the text the id of the special token
-            return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
         return rows
 
     def marker_in(self, text: str) -> str | None:
@@ -212,6 +252,7 @@ def train_vocabulary(
         mask: add the special token <mask>.
     """
     specials = list(SPECIALS if mask else BASE_SPECIALS)
+    scheme = "word" if merges is None else "bpe"
     if merges is not None:
         tokenizer, trainer = _untrained_bpe(specials, merges)
         # WikiText's texts contain the word "<unk>". Its letters must not be merged into tokens.
@@ -222,8 +263,7 @@ def train_vocabulary(
         lines = (text.lower() if lowercase else text for text in texts)
         # Words that read like special tokens are not counted: they have their ids already.
         texts = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
-    if lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.normalizer = _normalizer(scheme, lowercase)
     tokenizer.train_from_iterator(texts, trainer)
     content = json.loads(tokenizer.to_str())
     # The trainers made <unk> a special token, which decoding would leave out. It is a word of WikiText's texts.
@@ -287,7 +327,7 @@ def trained_vocabulary(
         if before is not None:
             before()
         lines = Progress.over(chain(*texts), "reading", "line")
-        train_vocabulary(lines, **options).save(folder / TOKENIZER)
+        write_whole(folder / TOKENIZER, train_vocabulary(lines, **options).data, shared=True)
 
     scheme = "word" if options.get("merges") is None else "bpe"
     made_from = [FORMAT, scheme, sorted(options.items()), [text.fingerprint() for text in texts]]
@@ -324,6 +364,58 @@ def find_tokenizer(option: str, path: Path) -> Path:
     return file
 
 
+def copy_tokenizers(run: Path, folder: Path) -> None:
+    """Copy the tokenizers of a run, as far as it has them, into the folder of a model of it."""
+    for source in (run, run / TARGET):
+        for name in (TOKENIZER, COMPANION):
+            file = source / name
+            if file.is_file():
+                copy = folder / file.relative_to(run)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
+
+
+def _normalizer(scheme: str, lowercase: bool) -> normalizers.Sequence | None:
+    """Return the normalizer of a vocabulary of our own.
+
+    Among words a special token becomes <unk>, because the model would give it the special token's id.
+    """
+    steps = []
+    if lowercase:
+        steps.append(normalizers.Lowercase())
+    if scheme == "word":
+        steps.append(normalizers.Replace(Regex(SPECIAL_WORD), UNKNOWN))
+    if not steps:
+        return None
+    return normalizers.Sequence(steps)
+
+
+def _steps(normalizer: normalizers.Normalizer | None) -> bytes:
+    """Return what a normalizer does, to compare it with another one."""
+    return b"" if normalizer is None else normalizer.__getstate__()
+
+
+def _with_template(data: bytes, template: str | None) -> bytes:
+    """Return a tokenizer.json of our own with special tokens around the text $A, or with None as it was trained."""
+    content = json.loads(data)
+    content["post_processor"] = None
+    if template is not None:
+        names = [(name, number) for number, name in enumerate(SPECIALS) if name in template]
+        processor = processors.TemplateProcessing(single=template, special_tokens=names)
+        content["post_processor"] = json.loads(processor.__getstate__())
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _ends_with(tokenizer: Tokenizer, token_id: int | None) -> bool:
+    """Return whether a tokenizer puts this token behind a text."""
+    # One word, because "" does not tell a token behind the text from one before it, and not every vocabulary has "a".
+    of_one_word = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    of_one_word.post_processor = tokenizer.post_processor
+    encoding = of_one_word.encode("a")
+    behind = encoding.ids[encoding.sequence_ids.index(0) + 1 :]
+    return behind[-1:] == [token_id]
+
+
 def _why_foreign(tokenizer: Tokenizer, token_ids: dict[str, int]) -> str:
     """Return why a tokenizer is not one of our own; "" if it is."""
     tokens = sorted(token_ids, key=token_ids.__getitem__)
@@ -334,9 +426,9 @@ def _why_foreign(tokenizer: Tokenizer, token_ids: dict[str, int]) -> str:
         return f"its first tokens are {', '.join(map(repr, first))}, not {', '.join(BASE_SPECIALS)}"
     if [token_ids[token] for token in tokens] != list(range(len(tokens))):
         return "its tokens are not numbered from 0 on, each once"
-    normalizer = tokenizer.normalizer
-    knows_normalizer = normalizer is None or isinstance(normalizer, normalizers.Lowercase)
-    _, splitter = SCHEMES[type(tokenizer.model)]
+    scheme, splitter = SCHEMES[type(tokenizer.model)]
+    normalizing = [_steps(_normalizer(scheme, lowercase)) for lowercase in (False, True)]
+    knows_normalizer = _steps(tokenizer.normalizer) in normalizing
     if not knows_normalizer or not isinstance(tokenizer.pre_tokenizer, splitter):
         return "its normalizer or pre_tokenizer is another one"
     return ""

@@ -291,12 +291,12 @@ def harness_model(model: nn.Module, tokenizer, batch_size: int | str, accelerato
 
     The processes of `accelerator` share the questions.
     """
-    from lm_eval.models.huggingface import HFLM
+    from moh_vision.language.evaluation.harness import Harness
 
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)  # HFLM would warn that the model is loaded already
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    wrapped = Harness(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     logger.setLevel(level)
     if accelerator.num_processes > 1:
         # HFLM sets these itself only if it loads the model, and only on GPUs.

@@ -190,6 +190,7 @@ class CausalLMConfig(TextConfig):
     adaptive_cutoffs: list | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float = 0.2
+    bos_token_id: int | None = 2  # eos stands before the first text too
 
     def __post_init__(self, **kwargs):
         cutoffs = []

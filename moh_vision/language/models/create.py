@@ -83,7 +83,7 @@ LLAMA = dict(
     max_position_embeddings=2048,
     rms_norm_eps=1e-5,
     pad_token_id=0,
-    bos_token_id=1,
+    bos_token_id=2,  # eos stands before the first text too
     eos_token_id=2,
 )
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

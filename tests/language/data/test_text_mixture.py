@@ -71,7 +71,7 @@ def source(folder, name, count, first):
 
 
 def inputs(folder, sources):
-    NUMBERS.save(folder / "tokenizer.json")
+    NUMBERS.save(folder / "tokenizer.json", CausalInputs.form)
     write_ids(folder / "train", range(40), NUMBERS)
     data = TextDataConfig(
         root=str(folder), mixture=sources, block=8, val="train", tokenizer=str(folder)
@@ -119,7 +119,7 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines" / "train.txt").write_text("a b c\n" * 20)
     vocabulary = train_vocabulary(["a b c d"])
-    vocabulary.save(tmp_path / "tokenizer.json")
+    vocabulary.save(tmp_path / "tokenizer.json", CausalInputs.form)
     write_ids(tmp_path / "ids" / "train", [4, 5, 6, 7] * 16, vocabulary)
     sources = [dict(root="lines", weight=1), dict(root="ids", weight=1)]
     (tmp_path / "val.txt").write_text("a b\n" * 9)

@@ -149,7 +149,7 @@ def test_a_foreign_tokenizer(tmp_path):
     # LLaMA's bos comes from the tokenizer itself.
     assert vocabulary.encode(["a b", "", "h x a"]) == [[0, 3, 4], [0], [0, 10, 2, 3]]
     assert vocabulary.decode([0, 3, 4, 1]) == "a b" and vocabulary.token(11) == "zwei"
-    vocabulary.save(tmp_path / "run" / "tokenizer.json")
+    vocabulary.save(tmp_path / "run" / "tokenizer.json", CausalInputs.form)
     again = load_vocabulary(tmp_path / "run" / "tokenizer.json")
     assert again.fingerprint == vocabulary.fingerprint and again.eos == 1
     assert pickle.loads(pickle.dumps(vocabulary)).encode(["a"]) == [[0, 3]]
@@ -172,6 +172,32 @@ def test_special_tokens_in_a_text_are_text(tmp_path, template):
     assert len(vocabulary) == 257 and vocabulary.eos == 256
     (ids,) = vocabulary.encode(["</s>"])
     assert len(ids) == 4 and 256 not in ids
+
+
+# Template of a foreign tokenizer -> ids of "a", "" and "a b", to which training adds eos, 1.
+TEMPLATES = {
+    "$A": [[3], [], [3, 4]],
+    "$A </s>": [[3], [], [3, 4]],
+    "</s> $A": [[1, 3], [1], [1, 3, 4]],
+    "</s> $A </s>": [[1, 3], [1], [1, 3, 4]],
+    "<s> $A </s>": [[0, 3], [0], [0, 3, 4]],
+    "<s> $A <unk> </s>": [[0, 3, 2], [0, 2], [0, 3, 4, 2]],
+    "<s> </s> $A": [[0, 1, 3], [0, 1], [0, 1, 3, 4]],
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_eos_behind_a_foreign_text_is_added_once(tmp_path, template):
+    """One before the text is none behind it, though "" does not tell them apart."""
+    folder = llama_like(tmp_path / "t")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special_tokens = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=special_tokens
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    encode = load_vocabulary(folder / "tokenizer.json").encode
+    assert encode(["a", "", "a b"]) == TEMPLATES[template]
 
 
 def test_which_token_ends_a_text(tmp_path):
