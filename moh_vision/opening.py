@@ -9,7 +9,7 @@ from torch import nn
 from moh_vision.common.errors import closest
 from moh_vision.common.io import run_of
 from moh_vision.common.wings import WINGS
-from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
+from moh_vision.engine.command_line import SavedConfig, load_as, named_options, saved_config
 from moh_vision.engine.opened import Opened
 from moh_vision.models.weight_files import read_metadata
 from moh_vision.models.weights import image_models
@@ -35,7 +35,8 @@ def open_run(  # noqa: PLR0913
     Args:
         path: folder of a run, a checkpoint of it (RUN/checkpoints/step_N), or a .safetensors file in either; a timm,
             diffusers or transformers folder, such as publish writes; a weights file, with a `name`.
-        weights: "ema" or "model"; None: the weights that the run's results.json is of, else the EMA, if there is one.
+        weights: "ema" or "model"; None: the weights that the run's results.json is of, else the EMA, if there is one. Of a
+            file of JiT's training script also "ema2", its second EMA.
         device: of the model; None: the CPU, and the accelerator once something is computed.
         options: keys to change, as on a command line: ["--data.root", "imagenet"].
         name: of the model, for weights that do not say it.
@@ -108,8 +109,9 @@ def _wing_of(path: str | Path, options: Sequence[str], saved: SavedConfig | None
         if config is not None:
             return _said(path, config)
     name = path.name
-    if "--model.name" in options[:-1]:
-        name = options[list(options).index("--model.name") + 1]
+    for option, texts in named_options(options):
+        if option == "model.name" and texts:
+            name = texts[0]  # of several options the last counts
     return image_models().get(name.split(".")[0], "classification")
 
 

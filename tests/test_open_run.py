@@ -83,6 +83,24 @@ def test_weights_with_the_name_of_a_model(tmp_path):
         assert same(opened.model, model)
 
 
+@pytest.mark.parametrize(
+    "options, wing",
+    [
+        ("--model.name moh_dit_small_patch2_75", "diffusion"),
+        ("--model.name=moh_dit_small_patch2_75", "diffusion"),
+        (
+            "--model.name=moh_dit_small_patch2_75 --model.name moh_vit_tiny_patch16_224",
+            "classification",
+        ),
+        ("--data.root digits --model.name", "classification"),
+    ],
+)
+def test_an_option_names_the_model_of_a_file(tmp_path, options, wing):
+    """In either of its forms; of two the last counts, as everywhere."""
+    (tmp_path / "weights.pt").touch()
+    assert kind_of(tmp_path / "weights.pt", options.split()) == wing
+
+
 def test_data_losses_and_scores(runs):
     for name, key in (("cls", "top1"), ("clm", "perplexity")):
         opened = moh_vision.open_run(runs[name], device="cpu")

@@ -215,7 +215,9 @@ def _resolve(
         full = [HeadBudget(h, d, h, 0) for h, d in zip(heads, head_dim)]
 
         def resolve(spec: BudgetSpec, wide: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
-            return resolve_budget(spec, depth, [b.heads for b in wide], [b.head_dim for b in wide])
+            counts = [b.heads for b in wide]
+            widths = [b.head_dim for b in wide]
+            return _resolve(spec, depth, counts, widths, 1, shared_share, argument)
 
         return _in_groups(resolve, spec, full, [group] * depth)
     if isinstance(spec, (list, tuple)):
@@ -280,14 +282,20 @@ def shape_of(spec: BudgetSpec | None) -> str | None:
     return parse_share(spec).shape
 
 
-def shaped(spec: BudgetSpec | None, shape: str | None) -> BudgetSpec | None:
-    """Add a shape to a budget that is a share without one: 0.5 and "uniform" make "uniform:0.5". Others stay as they are."""
+def shaped(
+    spec: BudgetSpec | None, shape: str | None, argument: str = "head_budget"
+) -> BudgetSpec | None:
+    """Add a shape to a budget that is a share without one: 0.5 and "uniform" make "uniform:0.5". Others stay as they are.
+
+    argument: the name that errors give the spec.
+    """
     if shape not in (None, *SHAPES):
-        raise ValueError(f"head_budget_shape {shape!r}: expected {' or '.join(SHAPES)}")
+        raise ValueError(f"{argument}_shape {shape!r}: expected {' or '.join(SHAPES)}")
     is_share = spec is not None and not isinstance(spec, (list, tuple))
     if shape is None or not is_share or ":" in str(spec):
         return spec
-    parse_share(spec)  # raises here, so that the message shows the spec without the shape
+    with naming(argument):
+        parse_share(spec)  # raises here, so that the message shows the spec without the shape
     return f"{shape}:{spec}"
 
 

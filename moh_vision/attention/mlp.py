@@ -44,7 +44,7 @@ class GroupMixtureMlp(RoutedLayer):
         executor: a name in EXECUTORS.
         act_layer: the activation.
         bias: whether both linear layers have one.
-        drop: dropout of the hidden channels and of the output.
+        drop: dropout of the hidden channels and of the output; two numbers, as in timm's Mlp, or one for both.
         router_kwargs: options of the router.
 
     Parameters: fc1.weight [G * D, C], fc1.bias, fc2.weight [C, G * D] and fc2.bias, as in timm's Mlp; router.*.
@@ -63,7 +63,7 @@ class GroupMixtureMlp(RoutedLayer):
         executor: str = "auto",
         act_layer: Callable[[], nn.Module] = nn.GELU,
         bias: bool = True,
-        drop: float = 0.0,
+        drop: float | tuple[float, float] = 0.0,
         router_kwargs: dict | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -88,9 +88,10 @@ class GroupMixtureMlp(RoutedLayer):
         self.executor = executor
         self.fc1 = nn.Linear(dim, self.q_dim, bias=bias, **dd)
         self.act = act_layer()
-        self.drop1 = nn.Dropout(drop)
+        hidden_drop, output_drop = drop if isinstance(drop, tuple) else (drop, drop)
+        self.drop1 = nn.Dropout(hidden_drop)
         self.fc2 = nn.Linear(self.q_dim, dim, bias=bias, **dd)
-        self.drop2 = nn.Dropout(drop)
+        self.drop2 = nn.Dropout(output_drop)
         self.router_kwargs = dict(router_kwargs or {})
         self.router = ROUTERS[router](dim, budget, **self.router_kwargs, **dd)
 

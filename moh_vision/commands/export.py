@@ -401,6 +401,7 @@ def work(options) -> None:
         metadata.update(
             objective=opened.metadata["objective"],
             learn_sigma=model.config.learn_sigma,
+            noise_scale=model.config.noise_scale,
             null_label=model.config.num_classes,
         )
         module = Denoiser(model)

@@ -204,6 +204,9 @@ class FlowConfig(Section, section="flow", needs="objective=flow"):
     shift: float = key(1.0, gt=0)
     """Above 1, moves times towards the noise, for larger latents (Esser 2024, eq. 23): about the side over the side at
     which 1 was right. RAE: the root of channels * side ** 2 / 4096 (Zheng 2025)."""
+    noise_scale: float | None = key(None, gt=0)
+    """Standard deviation of the noise, in training and sampling; left out: the model's, 2 of jit_*_patch32 (JiT for 512
+    pixels) and 1 of others."""
 
 
 @dataclass
@@ -278,8 +281,9 @@ class SampleConfig(Guided):
     model: str | None = key(None)
     """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads. SiT's have the layout of
     DiT's: the name, such as sit_xlarge_patch2, says which they are."""
-    weights: Literal["ema", "model"] = key("ema", needs="checkpoint!=*.safetensors")
-    """"ema" (falls back to "model" where the run or the file has none) or "model"."""
+    weights: Literal["ema", "ema2", "model"] = key("ema", needs="checkpoint!=*.safetensors")
+    """"ema" (falls back to "model" where the run or the file has none), "model", or "ema2": the second EMA, of a shorter
+    memory, in files of JiT's training script."""
     head_budget: HeadBudgets | None = key(None, ge=0)
     """Share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's."""
     mlp_budget: HeadBudgets | None = key(None, ge=0)

@@ -152,7 +152,7 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
         path: a run or a saved pipeline; with `name`, a file or folder of published weights, or `name` again to
             fetch them.
         name: name of the model whose weights `path` holds.
-        weights: "ema" or "model".
+        weights: "ema", "ema2" or "model".
     """
     metadata = dict(objective="noise", shift=1.0, label_drop=None, run=None, vae=None)
     if name:
@@ -236,6 +236,8 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
     Also return metadata: the classes and, if the weights have no label "no class", label_drop 0.
     """
     if path == name and not Path(path).exists():
+        if weights != "ema":
+            raise ValueError(f"--weights {weights} has no effect: {name} fetches its EMA")
         try:
             model = create(name, "diffusion", pretrained=True).eval()
             return model, dict(classes=unnamed_classes(model.config.num_classes))

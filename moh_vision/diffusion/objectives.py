@@ -22,7 +22,7 @@ from moh_vision.models.velocity import PREDICTS, to_velocity
 NUM_TIMESTEPS = 1000
 TIMESTEPS = ("uniform", "logit-normal")
 # Arguments of `FlowMatchingLoss`.
-FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift")
+FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift", "noise_scale")
 BETA_START = 1e-4  # betas are linear in t
 BETA_END = 0.02
 
@@ -72,6 +72,7 @@ class FlowMatchingLoss(nn.Module):
 
     x_t = (1 - t) x_0 + t eps, with the velocity dx_t / dt = eps - x_0 as target (the linear interpolant of Ma
     2024; Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). Models and schedulers get 1000 t.
+    eps is the noise that a batch brings, N(0, 1), times `noise_scale`.
 
     Args:
         predict: what the network predicts, one of `PREDICTS`. The model turns its prediction into a velocity with
@@ -80,6 +81,8 @@ class FlowMatchingLoss(nn.Module):
         timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(location, spread^2) (Esser 2024, 3.1).
         location, spread: mean and standard deviation of that normal.
         shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
+        noise_scale: standard deviation of eps. Larger images need more noise to hide as much of them: 2 in JiT's models
+            of 512 pixels.
     """
 
     name = "flow"
@@ -91,6 +94,7 @@ class FlowMatchingLoss(nn.Module):
         location: float = 0.0,
         spread: float = 1.0,
         shift: float = 1.0,
+        noise_scale: float = 1.0,
     ):
         super().__init__()
         for key, text, allowed in (
@@ -102,20 +106,22 @@ class FlowMatchingLoss(nn.Module):
         for key, number, above in (
             ("shift", shift, 0),
             ("spread", spread, 0),
+            ("noise_scale", noise_scale, 0),
             ("location", location, -math.inf),
         ):
             if not (isinstance(number, (int, float)) and above < number < math.inf):
                 raise ValueError(f"flow.{key} {number!r} is out of range: above {above}")
         self.predict = predict
         self.shift = shift
+        self.noise_scale = noise_scale
         self.draw = partial(
             draw_time, sampling=timesteps, shift=shift, location=location, spread=spread
         )
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Return x_t of x0 and noise [B, C, h, w] at t [B], 0 .. 1000."""
+        """Return x_t of x0 and N(0, 1) noise [B, C, h, w] at t [B], 0 .. 1000."""
         t = (t / NUM_TIMESTEPS).to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))  # [B, 1, 1, 1]
-        return (1 - t) * x0 + t * noise
+        return (1 - t) * x0 + t * (self.noise_scale * noise)
 
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
@@ -124,11 +130,12 @@ class FlowMatchingLoss(nn.Module):
 
         Args:
             output: velocity [B, C, h, w].
-            x0, xt, noise: the image, the noisy image and the noise, [B, C, h, w].
+            x0, xt, noise: the image, the noisy image and the noise that `add_noise` got, [B, C, h, w].
             t: [B], 0 .. 1000.
         """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
-        exact_prediction = dict(velocity=noise - x0, x=x0, noise=noise)[self.predict]
+        eps = self.noise_scale * noise
+        exact_prediction = dict(velocity=eps - x0, x=x0, noise=eps)[self.predict]
         target = to_velocity(self.predict, exact_prediction, xt, t)
         mse = (output - target).square().flatten(1).mean(1)  # [B]
         return dict(loss=mse, mse=mse)

@@ -21,7 +21,7 @@ from moh_vision.diffusion.loading import make_pipeline, open_model, open_pipelin
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sample import Drawing
 from moh_vision.diffusion.task import DiffusionTask
-from moh_vision.engine.command_line import SavedConfig, parse_config
+from moh_vision.engine.command_line import SavedConfig, named_options, parse_config
 from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.ranks import say
 
@@ -177,7 +177,7 @@ def open_run(
 
     Args:
         path: a run, a checkpoint, a saved pipeline, or a file of weights.
-        weights: "ema" or "model"; None: "ema".
+        weights: "ema", "ema2" or "model"; None: "ema".
         device: where the model goes; None: the CPU.
         options: command-line options, of `OpenedDitConfig` or, with `scores`, of sample.py.
         name: name of the model, for published weights.
@@ -209,10 +209,7 @@ def parse_scored(
     path: str, options: Sequence[str], command: str, saved: SavedConfig | None
 ) -> SampleConfig:
     """Parse options of sample.py. Raise ValueError if --score is missing, or if an option of KEPT is given."""
-    given = set()
-    for option in options:
-        if option.startswith("--"):
-            given.add(option.partition("=")[0].removeprefix("--").replace("-", "_"))
+    given = {name for name, _ in named_options(options)}
     for name in KEPT:
         if name in given:
             raise ValueError(f"{name} has no effect: the samples are scored and not kept")

@@ -130,7 +130,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             generator: one generator per image, for all noise of that image; or a single one (None: torch's default),
                 from which each image in turn draws a seed, so that image i does not depend on how many follow. Equal
                 noise gives equal bits at equal batch size.
-            latents: initial noise, N(0, 1) [B, C, h, w], not scaled; None: draw it with `generator`. Noise of later
+            latents: initial noise, N(0, 1) [B, C, h, w], whatever the model's noise_scale; None: draw it with `generator`. Noise of later
                 steps always comes from `generator`.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": not decoded.
             return_dict: return an `ImagePipelineOutput`; False: a tuple.
@@ -168,7 +168,8 @@ class MoHDiTPipeline(DiffusionPipeline):
             on_step = partial(
                 self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs
             )
-            x = sampling.denoise(guided, scheduler, x, generators, on_step)
+            noise_scale = self.transformer.config.noise_scale
+            x = sampling.denoise(guided, scheduler, x, generators, on_step, noise_scale)
         if output_type != "latent":
             x = self.decode(x)
             sampling.refuse_not_finite(x, "after decoding")

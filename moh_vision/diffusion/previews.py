@@ -124,7 +124,16 @@ class Samples:
         model.eval()
         try:
             x = sample_images(
-                predict, self.scheduler, labels, shape, seeds, null_label, guidance, on_step, weak
+                predict,
+                self.scheduler,
+                labels,
+                shape,
+                seeds,
+                null_label,
+                guidance,
+                on_step,
+                weak,
+                model.config.noise_scale,
             )
             if self.decode:
                 x = self.decode(x)

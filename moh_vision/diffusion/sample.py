@@ -67,6 +67,7 @@ SAMPLING = (
     "mixed_precision",
     "head_budget",
     "mlp_budget",
+    "weights",
 )
 
 
@@ -258,7 +259,8 @@ class Drawing:
             weights = self.file.stem
         else:
             weights = kind_in(self.file, config.weights)
-        self.ema = {"ema": True, "model": False}.get(weights)  # None: the file does not say
+        # None: the file does not say.
+        self.ema = {"ema": True, "ema2": True, "model": False}.get(weights)
         against_adm = bool(config.score) and is_adm(config.score)
         if config.protocol and self.ema is False:
             raise ValueError(

@@ -144,8 +144,8 @@ def weak_predict(
         else:
             weak = guide
             budgets = model_budgets(weak)
-        sizes = ("in_channels", "sample_size", "num_classes")
-        compared = [(size, weak.config[size], model.config[size]) for size in sizes]
+        keys = ("in_channels", "sample_size", "num_classes", "noise_scale")
+        compared = [(key, weak.config[key], model.config[key]) for key in keys]
         for key, found, needed in [*compared, *must_agree]:
             if found != needed:
                 raise ValueError(f"its {key} is {found}, that of the model to guide is {needed}")
@@ -204,6 +204,7 @@ def denoise(
     x: Tensor,
     generators: list[torch.Generator],
     on_step: OnStep = None,
+    noise_scale: float = 1.0,
 ) -> Tensor:
     """Denoise x [B, C, h, w], float32.
 
@@ -212,25 +213,28 @@ def denoise(
     Args:
         predict: (x, timestep) -> noise or velocity [B, C, h, w], or with the variance [B, 2C, h, w].
         scheduler: of diffusers, with its number of steps set.
-        x: the initial noise.
+        x: the initial noise, N(0, 1).
         generators: one per image.
         on_step: called with (step, t, x) after every step; returns None, or a tensor that replaces x.
+        noise_scale: of the model, standard deviation of the noise. The scheduler works on x over noise_scale, where the
+            noise is N(0, 1): so its own noise has this scale, too.
     """
     # Start over: multistep solvers keep predictions of the last sampling.
     set_steps(scheduler, scheduler.num_inference_steps)
     if step_count(scheduler) is None:
-        return _denoise_adaptively(predict, scheduler, x, on_step)
+        return _denoise_adaptively(predict, scheduler, x * noise_scale, on_step)
     uses_variance = uses_learned_variance(scheduler)
     options = step_options(scheduler, generators)
     channels = x.shape[1]
     # Flow schedulers have neither of these two members.
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0) * noise_scale
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
         out = predict(scale(x, t), t)
         if not uses_variance:
             out = out[:, :channels]
-        x = scheduler.step(out, t, x, **options).prev_sample
+        step_taken = scheduler.step(out / noise_scale, t, x / noise_scale, **options)
+        x = step_taken.prev_sample * noise_scale
         if on_step is not None:
             replacement = on_step(step, t, x)
             if replacement is not None:
@@ -279,6 +283,7 @@ def sample_images(  # noqa: PLR0913
     guidance: Guidance = Guidance(),  # frozen: one object may be the default of all calls
     on_step: OnStep = None,
     weak: Callable | None = None,
+    noise_scale: float = 1.0,
 ) -> Tensor:
     """Sample one image per label [B, C, h, w], with any function that predicts noise or a velocity.
 
@@ -295,11 +300,12 @@ def sample_images(  # noqa: PLR0913
         guidance: how predictions are guided.
         on_step: called with (step, t, x) after every step; returns None, or a tensor that replaces x.
         weak: as `predict`, for the weak model that `guidance` guides away from.
+        noise_scale: of the model, standard deviation of the noise.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     x = initial_noise(shape, generators, labels.device)
     guided = guidance.around(predict, labels, null_label, weak)
-    return denoise(guided, scheduler, x, generators, on_step)
+    return denoise(guided, scheduler, x, generators, on_step, noise_scale)
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:

@@ -31,14 +31,14 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.dit import arguments_of
-from moh_vision.models.dit_weights import is_jits
+from moh_vision.models.dit_weights import is_jits, patch_of_jit
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.velocity import FROM_NOISE
-from moh_vision.models.weight_files import names_in, read_metadata, weights_file
+from moh_vision.models.weight_files import read_metadata, shapes_in, weights_file
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -79,11 +79,14 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- steps to do; objective and model
     span = setup.lock_and_find_steps(config.max_steps)
+    if config.objective == "flow" and config.flow.noise_scale is None:
+        config.flow.noise_scale = arguments_of(name, arguments).get("noise_scale", 1.0)
     objective = make_objective(config.tree())
     refuse_other_objective(name, arguments, config)
     decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
     decided["predict"] = getattr(objective, "predict", None)
+    decided["noise_scale"] = getattr(objective, "noise_scale", 1.0)
     config.model.refuse_other(**decided)
     arguments |= decided
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
@@ -260,15 +263,16 @@ def training_of(source: str) -> tuple[dict | None, dict]:
     path = Path(source)
     if not path.exists():  # the name of a registered model
         arguments = arguments_of(source, {})
-        return objective_of_model(arguments.get("predict")), arguments
-    index = path / "model_index.json"
-    if index.is_file():  # a pipeline
-        transformer = json.loads((path / "transformer" / "config.json").read_text())
-        return json.loads(index.read_text()), transformer
+        return objective_of_model(arguments), arguments
+    of_pipeline = path / "transformer" / "config.json"
+    if of_pipeline.is_file():
+        arguments = json.loads(of_pipeline.read_text())
+        index = json.loads((path / "model_index.json").read_text())
+        return objective_of_model(arguments) | dict(objective=index["objective"]), arguments
     settings = path / "config.json"
     if settings.is_file():  # what save_pretrained wrote
         arguments = json.loads(settings.read_text())
-        return objective_of_model(arguments.get("predict")), arguments
+        return objective_of_model(arguments), arguments
     file = weights_file(source)
     if file.suffix == ".safetensors":
         metadata = read_metadata(file)
@@ -278,35 +282,49 @@ def training_of(source: str) -> tuple[dict | None, dict]:
             arguments = {}
         if isinstance(config, dict):
             return config, arguments_of(str(metadata.get("architecture")), arguments)
-    if is_jits(names_in(file)):
-        arguments = arguments_of("jit_base_patch16", {})
+    shapes = shapes_in(file)
+    if is_jits(shapes):
+        arguments = arguments_of(f"jit_base_patch{patch_of_jit(shapes)}", {})
+        if not arguments:  # none of JiT's own sizes
+            arguments = arguments_of("jit_base_patch16", {})
         del arguments["class_tokens_start"]  # other sizes have another one, which no file says
-        return objective_of_model("x"), arguments
+        return objective_of_model(arguments), arguments
     return None, {}
 
 
-def objective_of_model(predict: str | None) -> dict:
-    """Return the keys of the objective for a model's argument `predict`; None: it predicts the noise of DDPM."""
+def objective_of_model(arguments: dict) -> dict:
+    """Return the keys of the objective of a model with these arguments: the noise of DDPM if it has no `predict`."""
+    predict = arguments.get("predict")
     if predict is None:
         return dict(objective="noise")
-    return dict(objective="flow", flow=dict(predict=predict))
+    noise_scale = arguments.get("noise_scale", 1.0)
+    return dict(objective="flow", flow=dict(predict=predict, noise_scale=noise_scale))
 
 
 def objective_said(config: dict, compat: str) -> str:
-    """Return an objective as text, with what a flow predicts if that is not our velocity.
+    """Return an objective as text, with what distinguishes a flow from that of our velocity and N(0, 1).
 
     Args:
-        config: a run's configuration, or a pipeline's.
+        config: a run's configuration, or `objective_of_model`'s.
         compat: the model's.
     """
     name = config.get("objective", "noise")
-    predict = (config.get("flow") or {}).get("predict", "velocity")
+    if name == "noise":
+        return name
+    flow = config.get("flow") or {}
+    predict = flow.get("predict", "velocity")
+    noise_scale = flow.get("noise_scale", 1.0)
+    details = []
     if compat in FROM_NOISE:
         family, _ = FROM_NOISE[compat]
-        return f"{name} (in {family}'s time)"
-    if name == "noise" or predict == "velocity":
+        details.append(f"in {family}'s time")
+    elif predict != "velocity":
+        details.append(f"predict {predict}")
+    if noise_scale != 1:
+        details.append(f"noise_scale {noise_scale:g}")
+    if not details:
         return name
-    return f"{name} (predict {predict})"
+    return f"{name} ({', '.join(details)})"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -207,8 +207,8 @@ def _without_idle(
     return _make(type(config), {name: values[name] for name in values if name not in left_out})
 
 
-def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of every option; for an option that names a section, yield each key of its value."""
+def named_options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, texts) of every option: "--lr 1" and "--lr=1" have the name "lr" and the texts ["1"]."""
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -223,6 +223,12 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
             texts.append(text)
         while not equals and rest and not rest[0].startswith("--"):
             texts.append(rest.pop(0))
+        yield name, texts
+
+
+def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of every option; for an option that names a section, yield each key of its value."""
+    for name, texts in named_options(argv):
         option = f"--{name}"
         if name in keys:
             yield name, _value(name, texts, keys[name])

@@ -48,12 +48,20 @@ JIT_SIZES = {
         embed_dim=1280, depth=32, num_heads=16, patch_bottleneck=256, class_tokens_start=10
     ),
 }
-# JiT's models of 512 pixels, with patches of 32, are missing: their noise has a standard deviation of 2.
+# Side of a patch -> side of the images, and standard deviation of the noise.
+JIT_PATCHES = {16: (256, 1.0), 32: (512, 2.0)}
 JIT = {
-    f"jit_{size}_patch16": dict(
-        arguments, patch_size=16, compat="jit", predict="x", learn_sigma=False, **JIT_BLOCK
+    f"jit_{size}_patch{patch}": dict(
+        arguments,
+        patch_size=patch,
+        compat="jit",
+        predict="x",
+        noise_scale=noise_scale,
+        learn_sigma=False,
+        **JIT_BLOCK,
     )
     for size, arguments in JIT_SIZES.items()
+    for patch, (_, noise_scale) in JIT_PATCHES.items()
 }
 VARIANTS = {
     **DENSE,
@@ -105,9 +113,10 @@ def _cfg(size: int = 32, **kwargs) -> dict:
     return dict(common, license="apache-2.0", **kwargs)
 
 
-def _of_pixels() -> dict:
-    """Config for images of 256 x 256 pixels, from -1 to 1."""
-    return dict(_cfg(), input_size=(3, 256, 256), mean=(0.5,) * 3, std=(0.5,) * 3)
+def _of_pixels(patch: int) -> dict:
+    """Config for the images of a JiT with patches of this side, from -1 to 1."""
+    side, _ = JIT_PATCHES[patch]
+    return dict(_cfg(), input_size=(3, side, side), mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 def _published(pixels: int) -> dict:
@@ -139,7 +148,7 @@ NAMED = {name.split(".")[0] for name in PUBLISHED}
 UNTRAINED = {}
 for _name in VARIANTS:
     if _name in (*JIT, *MOH_JIT):
-        UNTRAINED[f"{_name}.untrained"] = _of_pixels()
+        UNTRAINED[f"{_name}.untrained"] = _of_pixels(VARIANTS[_name]["patch_size"])
     elif _name not in NAMED:
         UNTRAINED[f"{_name}.untrained"] = _cfg()
 default_cfgs = generate_default_cfgs({**PUBLISHED, **UNTRAINED})

@@ -99,8 +99,22 @@ def make_norm(norm_layer: str, dim: int, eps: float = 1e-6) -> nn.Module:
     return of_tokens(dim, eps=eps)
 
 
+def init_as_one_matrix(*weights: Tensor) -> None:
+    """Fill weights [rows, C] by Xavier's rule for the matrix of all their rows, which JiT and LightningDiT hold as one."""
+    with torch.no_grad():
+        whole = torch.cat(weights)
+        nn.init.xavier_uniform_(whole)
+        for weight, rows in zip(weights, whole.split([len(weight) for weight in weights])):
+            weight.copy_(rows)
+
+
 def make_mlp(
-    dim: int, hidden: int, swiglu: bool, budget: HeadBudget | None, mlp_kwargs: dict
+    dim: int,
+    hidden: int,
+    swiglu: bool,
+    budget: HeadBudget | None,
+    mlp_kwargs: dict,
+    dropout: float = 0.0,
 ) -> nn.Module:
     """Make the MLP of a block.
 
@@ -110,13 +124,21 @@ def make_mlp(
         swiglu: make a SwiGLU.
         budget: groups of the MLP; None: it is dense.
         mlp_kwargs: arguments of `GroupMixtureMlp`.
+        dropout: of the hidden channels; the output has none.
     """
+    drop = (dropout, 0.0)
     if swiglu:
-        return SwiGLU(dim, hidden * 2 // 3)
+        return SwiGLU(dim, hidden * 2 // 3, drop=drop)
     act_layer = partial(nn.GELU, approximate="tanh")
     if budget is None:
-        return Mlp(dim, hidden, act_layer=act_layer)
-    return GroupMixtureMlp(dim, budget, act_layer=act_layer, **mlp_kwargs)
+        return Mlp(dim, hidden, act_layer=act_layer, drop=drop)
+    return GroupMixtureMlp(dim, budget, act_layer=act_layer, drop=drop, **mlp_kwargs)
+
+
+def middle_blocks(depth: int) -> range:
+    """Return the indices of the blocks that have JiT's dropout: those of the middle half."""
+    quarter = depth // 4
+    return range(quarter, 3 * quarter)
 
 
 def rotary_of_grid(
@@ -243,6 +265,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         class_tokens: M, tokens of the class that stand before the patches in the last blocks (Li and He 2025): each is the
             embedding of the class plus a learnt position. The class also modulates all blocks, as in DiT.
         class_tokens_start: index of the first block that has them; JiT-B: 4, JiT-L: 8, JiT-H: 10.
+        middle_dropout: dropout of the outputs of attention and of the MLP's hidden channels, while training, in the middle
+            half of the blocks (Li and He 2025; JiT-H: 0.2).
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
         mlp_budget: share of the MLP's groups that run, in any form of head_budget; None: every MLP is dense. It needs
@@ -256,6 +280,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
         predict: "x" or "noise": the last layer predicts the image or the noise, from which `to_velocity` computes
             the model's output, a velocity; None or "velocity": the output is what the last layer predicts.
+        noise_scale: standard deviation of the noise of a flow that the model is trained with; 2 in JiT's models of 512
+            pixels. Only samplers read it: their first noise has it.
         out_channels: follows from learn_sigma; stored for diffusers' pipelines.
     """
 
@@ -289,6 +315,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         use_rot_pos_emb: bool = False,
         class_tokens: int = 0,
         class_tokens_start: int = 4,
+        middle_dropout: float = 0.0,
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
@@ -296,6 +323,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         compat: str = "official",
         patch_bottleneck: int | None = None,
         predict: str | None = None,
+        noise_scale: float = 1.0,
         out_channels: int | None = None,
     ):
         super().__init__()
@@ -356,9 +384,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.register_buffer("rotary_cos", cos, persistent=False)  # [M + N, D]
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.blocks = nn.ModuleList()
-        for budget, of_mlp in zip(budgets, mlp_budgets or [None] * num_layers):
-            attn = HeadMixtureAttention(hidden_size, budget, **attn_kwargs)
-            mlp = make_mlp(hidden_size, hidden, swiglu_mlp, of_mlp, mlp_kwargs)
+        for number, budget in enumerate(budgets):
+            dropout = middle_dropout if number in middle_blocks(num_layers) else 0.0
+            of_mlp = mlp_budgets[number] if mlp_budgets else None
+            attn = HeadMixtureAttention(hidden_size, budget, proj_drop=dropout, **attn_kwargs)
+            mlp = make_mlp(hidden_size, hidden, swiglu_mlp, of_mlp, mlp_kwargs, dropout)
             norm1 = make_norm(norm_layer, hidden_size)
             norm2 = make_norm(norm_layer, hidden_size, mlp_norm_eps)
             self.blocks.append(DiTBlock(hidden_size, attn, mlp, norm1, norm2))
@@ -376,6 +406,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            if isinstance(block.mlp, SwiGLU):
+                init_as_one_matrix(block.mlp.fc1_g.weight, block.mlp.fc1_x.weight)
         init_routers(self)
         # Initialise the patch kernel [C, channels, p, p] as one matrix; flatten returns a view of the kernel.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
@@ -526,6 +559,16 @@ def check_arguments(config) -> None:
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    check_blocks(config)
+    check_prediction(config)
+    if config.scope != "sample" and config.route_by != "condition":
+        raise ValueError(
+            f"route_by {config.route_by!r} needs scope 'sample': with scope {config.scope!r} routers read the tokens"
+        )
+
+
+def check_blocks(config) -> None:
+    """Raise ValueError for arguments of the blocks that are out of range or do not go together."""
     for name in ("qk_norm", "swiglu_mlp", "use_rot_pos_emb"):
         if not isinstance(config[name], bool):
             raise ValueError(f"{name} {config[name]!r} is neither true nor false")
@@ -536,26 +579,44 @@ def check_arguments(config) -> None:
         raise ValueError(
             f"class_tokens_start {config.class_tokens_start}: the blocks are 0 to {config.num_layers - 1}"
         )
-    if config.predict in ("x", "noise") and config.learn_sigma:
+    dropout = config.middle_dropout
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        raise ValueError(f"middle_dropout {dropout!r} is out of range: at least 0, below 1")
+    if dropout and not middle_blocks(config.num_layers):
         raise ValueError(
-            f"predict {config.predict!r} needs learn_sigma False: a flow has no variance"
+            f"middle_dropout {dropout} has no effect: {config.num_layers} blocks have no middle half"
         )
-    if config.compat in FROM_NOISE:
-        _, predict = FROM_NOISE[config.compat]
-        if config.predict != predict or config.learn_sigma:
-            raise ValueError(
-                f"compat {config.compat!r} needs predict {predict!r} and learn_sigma False, not {config.predict!r} and "
-                f"{config.learn_sigma}: train it with objective flow and flow.predict {predict}"
-            )
     if config.swiglu_mlp and config.mlp_budget is not None:
         raise ValueError(
             f"mlp_budget {config.mlp_budget!r}: groups are of two linear layers around an activation, not of a SwiGLU; "
             "swiglu_mlp false has them"
         )
-    if config.scope != "sample" and config.route_by != "condition":
+
+
+def check_prediction(config) -> None:
+    """Raise ValueError if what the network predicts does not go together with its variance, its noise or its origin."""
+    predict = config.predict
+    if predict in ("x", "noise") and config.learn_sigma:
+        raise ValueError(f"predict {predict!r} needs learn_sigma False: a flow has no variance")
+    noise_scale = config.noise_scale
+    if not is_number(noise_scale) or not 0 < noise_scale < math.inf:
+        raise ValueError(f"noise_scale {noise_scale!r} is out of range: above 0")
+    if noise_scale != 1 and predict is None:
         raise ValueError(
-            f"route_by {config.route_by!r} needs scope 'sample': with scope {config.scope!r} routers read the tokens"
+            f"noise_scale {noise_scale} needs predict velocity, x or noise: it is the noise of a flow"
         )
+    if config.compat in FROM_NOISE:
+        _, needed = FROM_NOISE[config.compat]
+        if predict != needed or config.learn_sigma:
+            raise ValueError(
+                f"compat {config.compat!r} needs predict {needed!r} and learn_sigma False, not {predict!r} and "
+                f"{config.learn_sigma}: train it with objective flow and flow.predict {needed}"
+            )
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is an int or a float; True and False are no numbers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def layer_heads(

@@ -1,7 +1,7 @@
 """Translate the weights of diffusers' DiT, of SiT and of JiT, and the configuration of diffusers' DiT, into ours."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ IN_BLOCK = {
     "ff.net.2": "mlp.fc2",
 }
 
+JITS_KERNEL = "x_embedder.proj1.weight"  # the patch kernel's name ends so, in files of JiT alone
 # Module names in JiT -> ours: outside blocks, and of a block's SwiGLU, whose first linear layer JiT makes in one with the gate.
 IN_JIT = {
     "x_embedder.proj1": "x_embedder.proj",
@@ -64,7 +65,13 @@ def _velocity_alone(state: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
 
 def is_jits(names: Iterable[str]) -> bool:
     """Return whether tensors with these names are in the layout of JiT's released code."""
-    return any(name.endswith("x_embedder.proj1.weight") for name in names)
+    return any(name.endswith(JITS_KERNEL) for name in names)
+
+
+def patch_of_jit(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the side of a patch of weights in the layout of JiT's released code, from the shapes of their tensors."""
+    kernel = next(shape for name, shape in shapes.items() if name.endswith(JITS_KERNEL))
+    return kernel[-1]  # [C, in, p, p]
 
 
 def _from_jit(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from moh_vision.attention import (
 from moh_vision.attention.budget import (
     change_budget,
     log,
+    naming,
     shape_of,
     shaped,
     warn_of_rounding,
@@ -121,14 +122,14 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call this before loading: changed layers get new, untrained routers.
     """
-    _take_shared(model, state_dict, HeadMixtureAttention, "head_budget_spec")
-    _take_shared(model, state_dict, GroupMixtureMlp, "mlp_budget_spec")
+    _take_shared(model, state_dict, HeadMixtureAttention, "head_budget")
+    _take_shared(model, state_dict, GroupMixtureMlp, "mlp_budget")
 
 
 def _take_shared(
-    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, attribute: str
+    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, argument: str
 ) -> None:
-    """`take_shared_heads` for the layers of one class, whose budget was made of a spec that the model has as `attribute`."""
+    """`take_shared_heads` for the layers of one class, whose budget the model got as `argument`."""
     layers: list[RoutedLayer] = []
     trained: list[HeadBudget] = []
     for name, layer in model.named_modules():
@@ -146,10 +147,12 @@ def _take_shared(
         trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
         return
-    spec = getattr(model, attribute, None)
+    spec = getattr(model, f"{argument}_spec", None)
     if spec is None or isinstance(spec, (list, tuple)):
         spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
-    set_budgets(layers, change_budget(spec, trained))
+    with naming(argument):
+        budgets = change_budget(spec, trained)
+    set_budgets(layers, budgets)
     _record(model, getattr(model, "head_budget_shape", None))
 
 

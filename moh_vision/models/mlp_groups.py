@@ -12,7 +12,7 @@ from moh_vision.attention import (
     RoutingStats,
     resolve_budget,
 )
-from moh_vision.attention.budget import naming, shape_of, shaped
+from moh_vision.attention.budget import shape_of, shaped
 
 GROUPS = 8  # of an MLP, by default
 
@@ -49,8 +49,7 @@ def new_mlp_budgets(
             f"mlp_budget {spec!r} needs scope 'sample', not {scope!r}: with a choice for every token each row of the MLP's "
             "products would have another weight, which takes longer than all groups"
         )
-    with naming("mlp_budget"):
-        spec = shaped(spec, shape)
+    spec = shaped(spec, shape, "mlp_budget")
     widths = [group_width(groups, width) for width in hidden]
     budgets = resolve_budget(
         spec, len(widths), [groups] * len(widths), widths, argument="mlp_budget"

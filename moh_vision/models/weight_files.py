@@ -14,10 +14,17 @@ from torch import Tensor
 from moh_vision.common.errors import message_of, reason_of
 from moh_vision.common.io import WRAPPED, TensorFiles, by_age, tensor_files
 
-# Keys of state dicts in pickled files, in the order in which they are looked for.
+# Keys of state dicts in pickled files, in the order in which they are looked for. JiT's training script keeps two EMAs,
+# of decay 0.9999 and 0.9996, and evaluates the first.
 EMA_KEYS = ("ema", "state_dict_ema", "model_ema", "model_ema1")
+SECOND_EMA_KEYS = ("model_ema2",)
 MODEL_KEYS = ("state_dict", "model")
-STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)
+# Which weights users ask for -> the keys under which they may be.
+STATE_KEYS = {
+    "ema": (*EMA_KEYS, *MODEL_KEYS),
+    "ema2": SECOND_EMA_KEYS,
+    "model": MODEL_KEYS,
+}
 # A router's linear layers: names in the published MoH code -> ours.
 NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}
 # Largest accepted ratio of unpacked to packed bytes: compression shrinks weights by a tenth only.
@@ -31,10 +38,16 @@ def weights_file(path: str, weights: str | None = None) -> Path:
 
     Args:
         path: a file, or the folder of a run, checkpoint, timm model, diffusers model or pipeline.
-        weights: "ema", "model", or None: the weights that the run's results were computed with (see
-            `scored_weights`), or "ema" if the folder has no results.
+        weights: "ema", "ema2" (of a file of JiT's training script), "model", or None: the weights that the run's results
+            were computed with (see `scored_weights`), or "ema" if the folder has no results.
     """
     file = Path(path)
+    if weights not in (None, *STATE_KEYS):
+        raise ValueError(f"weights {weights!r} is not one of {', '.join(STATE_KEYS)}")
+    if weights == "ema2" and (file.is_dir() or file.suffix == ".safetensors"):
+        raise ValueError(
+            f"weights {weights}: {path} holds no second EMA, as files of JiT's training script do"
+        )
     if not file.is_dir():
         if weights == "model" and file.name == "ema.safetensors":
             raise ValueError(
@@ -140,34 +153,44 @@ def read_metadata(file: Path) -> dict:
 
 
 def weights_said(file: str | Path, weights: str = "ema") -> str:
-    """Return the name of a weights file, followed by the result of `kind_in` in brackets, if it has one."""
-    held = kind_in(Path(file), weights)
+    """Return the name of a weights file, followed by the result of `kind_in` in brackets, if it has one.
+
+    Of a file with two EMAs also say how to take the second.
+    """
+    file = Path(file)
+    held = kind_in(file, weights)
     if held is None:
         return str(file)
+    if held == "ema" and kind_in(file, "ema2"):
+        held = "ema, the first of two; weights ema2 is the second"
     return f"{file} ({held})"
 
 
 def kind_in(file: Path, weights: str = "ema") -> str | None:
-    """Return which weights, "ema" or "model", `read_tensors` takes from a pickled file; None: the file does not say."""
+    """Return which weights, a key of STATE_KEYS, `read_tensors` takes from a pickled file; None: the file does not say."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
     key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)
     if key is None:
         return None
+    if key in SECOND_EMA_KEYS:
+        return "ema2"
     if key in EMA_KEYS:
         return "ema"
     return "model"
 
 
-def names_in(file: Path) -> list[str]:
-    """Return the names of the tensors in a .safetensors or pickled file, without reading the tensors."""
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a .safetensors or pickled file by name, without reading the tensors."""
     if file.suffix == ".safetensors":
-        return list(TensorFiles(file).shapes)
+        return TensorFiles(file).shapes
     content = _unpickled(file, mmap=zipfile.is_zipfile(file))
     key = _state_key(content, "ema")
     if key is not None:
         content = content[key]
-    return list(content) if isinstance(content, dict) else []
+    if not _is_state_dict(content):
+        return {}
+    return {name: tuple(tensor.shape) for name, tensor in content.items()}
 
 
 def _unpickled(file: Path, mmap: bool = False):
@@ -204,24 +227,22 @@ def _state_key(content: object, weights: str) -> str | None:
     """Return the key of a state dict in a pickled file's content; None: the content itself is one, or has none."""
     if not isinstance(content, dict):
         return None
-    keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
-    return next((key for key in keys if isinstance(content.get(key), dict)), None)
+    return next((key for key in STATE_KEYS[weights] if isinstance(content.get(key), dict)), None)
 
 
 def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read a state dict from a pickled file (.pt, .pth, .bin): "ema" (if the file has one) or "model"."""
+    """Read a state dict from a pickled file (.pt, .pth, .bin): "ema" (if the file has one), "ema2" or "model"."""
     content = _unpickled(file)
     key = _state_key(content, weights)
-    if weights == "model" and key is None:
+    if weights != "ema" and key is None:
         held = _state_key(content, "ema") or "one kind of weights"
-        raise ValueError(
-            f"{file}: weights model: it holds {held}, and nothing under {' or '.join(MODEL_KEYS)}"
-        )
+        needed = " or ".join(STATE_KEYS[weights])
+        raise ValueError(f"{file}: weights {weights}: it holds {held}, and nothing under {needed}")
     if key is not None:
         content = content[key]
     if not _is_state_dict(content):
         raise ValueError(
-            f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}"
+            f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS['ema'])}"
         )
     size = file.stat().st_size
     for name, tensor in content.items():

@@ -557,7 +557,7 @@ def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") ->
 
     Args:
         path: a file or folder as above.
-        weights: "ema" (if there is one) or "model".
+        weights: "ema" (if there is one), "model", or "ema2", the second EMA in a file of JiT's training script.
     """
     file = weights_file(str(path), weights)
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():

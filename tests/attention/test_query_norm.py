@@ -133,6 +133,15 @@ def test_shares_are_rounded_to_whole_groups(spec, group):
     assert list(budgets) == want and sum(b.active for b in budgets) == share * 4 * 32
 
 
+@pytest.mark.parametrize("spec", [0.5, "uniform:0.5"])
+def test_a_share_of_shared_heads_counts_in_groups_too(spec):
+    """The default share of a router, here of one that shares no heads."""
+    budgets = resolve_budget(spec, 4, 32, 16, group=4, shared_share=0.0)
+    assert [b.shared for b in budgets] == [0] * 4 and sum(b.routed for b in budgets) == 64
+    halves = resolve_budget("uniform:0.5", 4, 32, 16, group=4, shared_share=0.5)
+    assert [(b.shared, b.routed) for b in halves] == [(8, 8)] * 4
+
+
 def model(group=4):
     options = dict(kv_heads=4, router_kwargs=dict(group=group))
     return nn.ModuleList(

@@ -17,7 +17,7 @@ from moh_vision.common.seeds import derive_seed
 from moh_vision.diffusion import sample, train
 from moh_vision.models import dit
 from moh_vision.models.pretrained import of_source
-from moh_vision.models.weights import init_from
+from moh_vision.models.weights import init_from, load_checkpoint
 from tests.support.jit_equations import CLASSES, SIZES, predicted_image, published_weights
 from tests.support.pictures import write_folder
 from tests.support.refusals import refuse, refused
@@ -25,6 +25,7 @@ from tests.support.sampling import draws_the_same_when_converted
 from tests.support.small_runs import same, whole_and_resumed
 
 STEPS = 10  # one begins at t = 0.1, where guidance does not yet apply
+SMALL_BLOCKS = dict(embed_dim=32, depth=2, num_heads=4, class_tokens_start=1)
 # Arguments that make a DiT's layers those of the small JiT.
 BLOCK = dict(
     norm_layer="rmsnorm",
@@ -76,7 +77,7 @@ def test_the_velocity_is_the_equations(weights, file):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def drawn_by_hand(weights, labels, scale, heun):
+def drawn_by_hand(weights, labels, scale, heun, noise_scale):
     """Euler's or Heun's method from t = 0 to 1 in equal steps, the last always Euler's; guided where t > 0.1."""
 
     def velocity(z, step):
@@ -91,6 +92,7 @@ def drawn_by_hand(weights, labels, scale, heun):
 
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(len(labels))]
     z = torch.stack([torch.randn(3, 8, 8, generator=g) for g in generators]).double()
+    z = noise_scale * z
     for step in range(STEPS):
         v = velocity(z, step)
         if heun and step < STEPS - 1:
@@ -104,25 +106,67 @@ def small_variant(monkeypatch):
     for key, value in SIZES.items():
         if key in ("img_size", "num_classes"):  # which a command reads from the weights
             continue
-        monkeypatch.setitem(dit.VARIANTS["jit_base_patch16"], key, value)
+        for name in ("jit_base_patch16", "jit_base_patch32"):
+            monkeypatch.setitem(dit.VARIANTS[name], key, value)
+
+
+def in_bytes(images):
+    return ((images + 1) * 127.5).clamp(0, 255).round().permute(0, 2, 3, 1).numpy()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("sampler", ["euler", "heun"])
 @pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("name, noise_scale", [("jit_base_patch16", 1), ("jit_base_patch32", 2)])
 def test_sampled_images_equal_those_of_a_loop(
-    weights, file, tmp_path, small_variant, scale, sampler
+    weights, file, tmp_path, small_variant, name, noise_scale, scale, sampler
 ):
-    argv = f"--checkpoint {file} --model jit_base_patch16 --num-images 3 --sampler {sampler} --steps {STEPS}"
+    argv = f"--checkpoint {file} --model {name} --num-images 3 --sampler {sampler} --steps {STEPS}"
     guidance = ["--cfg-scale", str(scale)]
     if scale > 1:
         guidance += ["--cfg-interval", "0", "0.9"]
-    sample.main([*argv.split(), *guidance, "--out", f"{tmp_path}/images.npz"])
+    pipeline = ["--save-pipeline", f"{tmp_path}/pipeline"]
+    sample.main([*argv.split(), *guidance, *pipeline, "--out", f"{tmp_path}/images.npz"])
     images = np.load(tmp_path / "images.npz")["arr_0"]
-    want = drawn_by_hand(weights, [0, 1, 2], scale, sampler == "heun")
-    by_hand = ((want + 1) * 127.5).clamp(0, 255).round().permute(0, 2, 3, 1).numpy()
+    by_hand = in_bytes(drawn_by_hand(weights, [0, 1, 2], scale, sampler == "heun", noise_scale))
     assert np.abs(images.astype(int) - by_hand).max() <= 1
     assert images.std() > 10
+    argv = f"--checkpoint {tmp_path}/pipeline --num-images 3 --sampler {sampler} --steps {STEPS}"
+    sample.main([*argv.split(), *guidance, "--out", f"{tmp_path}/again.npz"])
+    assert np.array_equal(np.load(tmp_path / "again.npz")["arr_0"], images)
+
+
+# What `weights` asks for -> the seed of the weights in `file`, and what is said of it.
+HELD = {
+    "ema": (0, "(ema, the first of two; weights ema2 is the second)"),
+    "ema2": (2, "(ema2)"),
+    "model": (1, "(model)"),
+}
+
+
+@pytest.mark.parametrize("asked", HELD)
+def test_both_emas_of_a_checkpoint_are_read(file, tmp_path, small_variant, capsys, asked):
+    seed, said = HELD[asked]
+    positions = published_weights(seed)["net.in_context_posemb"]
+    model = timm.create_model("jit_base_patch16", **SIZES)
+    assert torch.equal(load_checkpoint(model, file, asked).class_positions, positions)
+    opened = moh_vision.open_run(file, asked, name="jit_base_patch16")
+    assert torch.equal(opened.model.class_positions, positions)
+    argv = f"--checkpoint {file} --model jit_base_patch16 --num-images 2 --sampler euler --steps 1"
+    sample.main([*argv.split(), "--weights", asked, "--out", f"{tmp_path}/images.npz"])
+    assert f"{file} {said}" in capsys.readouterr().out
+
+
+def test_a_second_ema_that_is_not_there(weights, file, tmp_path, small_variant):
+    one = tmp_path / "one.pth"
+    torch.save(dict(model_ema1=weights), one)
+    model = jit(file)
+    model.save_pretrained(tmp_path / "folder")
+    words = "weights ema2: it holds model_ema1, and nothing under model_ema2"
+    refuse(f"one.pth: {words}", load_checkpoint, model, one, "ema2")
+    for path in (tmp_path / "folder", next(tmp_path.glob("folder/*.safetensors"))):
+        refuse(f"weights ema2: {path} holds no second EMA", load_checkpoint, model, path, "ema2")
+    refuse("weights 'last' is not one of ema, ema2, model", load_checkpoint, model, file, "last")
 
 
 def test_what_the_model_saves_is_read_back(file, tmp_path):
@@ -168,6 +212,49 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     whole_and_resumed(
         "dit", tmp_path, [1, 2], "--model.head_budget", "null", *sizes.split(), *kwargs.split()
     )
+
+
+def test_the_noise_of_512_pixels_stays_with_a_run(file, tmp_path, small_variant, capsys):
+    """It is the model's, in the run, its weights, its pipeline, and what begins from them."""
+    photos = write_folder(tmp_path / "photos", size=(8, 8))
+    source = ["--model.name", "jit_base_patch32", "--init-from", file]
+    preview = "--preview.every 1 --preview.images 2 --preview.steps 2".split()
+    run_of(source, tmp_path / "run", 1, photos, *preview)
+    opened = moh_vision.open_run(tmp_path / "run")
+    config = opened.metadata["config"]
+    assert (config["flow"]["noise_scale"], opened.model.config.noise_scale) == (2, 2)
+    assert opened.objective.noise_scale == 2
+    assert (tmp_path / "run" / "previews" / "step_1.png").is_file()
+    run_of(source, tmp_path / "run", 2, photos, *preview)  # the same command goes on
+    argv = f"--checkpoint {tmp_path}/run --num-images 0 --save-pipeline {tmp_path}/pipeline"
+    sample.main(argv.split())
+    for start in (["--init-from", tmp_path / "run"], ["--init-from", tmp_path / "pipeline"]):
+        capsys.readouterr()
+        run_of(["--model.name", "jit_base_patch16", *start], tmp_path / "new", 1, photos, "--fresh")
+        said = re.findall("was trained with (.*)", capsys.readouterr().out)
+        before = "objective flow (in JiT's time, noise_scale 2)"
+        assert said == [f"{before}, this run with flow (in JiT's time)"]
+    source = ["--model.name", "pretrained", "--model.pretrained", tmp_path / "pipeline"]
+    run_of(source, tmp_path / "from_pipeline", 1, photos)
+    assert moh_vision.load_run(tmp_path / "from_pipeline").config.noise_scale == 2
+    assert "was trained with" not in capsys.readouterr().out
+    source = ["--model.name", "jit_base_patch32", "--model.kwargs.noise_scale", 1]
+    run_of(source, tmp_path / "kwargs", 1, photos)
+    assert moh_vision.load_run(tmp_path / "kwargs").config.noise_scale == 1
+
+
+def test_patches_of_32_have_the_noise_of_512_pixels(tmp_path, capsys):
+    """A file of JiT's does not say its noise: its patches do."""
+    for patch, noise_scale in ((16, 1), (32, 2)):
+        variant = timm.create_model(f"jit_base_patch{patch}", **{**SMALL_BLOCKS, "num_classes": 2})
+        config = variant.config
+        assert (config.sample_size, config.patch_size) == (16 * patch, patch)
+        assert config.noise_scale == noise_scale
+        state = published_weights()
+        kernel = torch.zeros(SIZES["patch_bottleneck"], 3, patch, patch)
+        torch.save({**state, "net.x_embedder.proj1.weight": kernel}, tmp_path / "file.pth")
+        trained, _ = train.training_of(str(tmp_path / "file.pth"))
+        assert trained["flow"]["noise_scale"] == noise_scale
 
 
 def dit_with_jits_layers(**changed):
@@ -242,7 +329,12 @@ def test_an_image_alone_is_predicted(file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, near", [("JiT-B/16", "jit_base_patch16"), ("JiT-H/16", "jit_huge_patch16")]
+    "name, near",
+    [
+        ("JiT-B/16", "jit_base_patch16"),
+        ("JiT-H/16", "jit_huge_patch16"),
+        ("JiT-L/32", "jit_large_patch32"),
+    ],
 )
 def test_a_name_that_a_reader_would_type(capsys, tmp_path, name, near):
     argv = ["--data.root", "digits", "--output", tmp_path / "run", "--model.name", name]

@@ -394,6 +394,28 @@ def test_the_papers_diffusion_recipe(name):
     assert config.data.augment == "flip"
 
 
+JIT = {  # scale of guidance, noise_scale, side of the images, further arguments of the model
+    "jit_base_patch16": (2.9, None, 256, None),
+    "jit_base_patch16_75": (2.9, None, 256, None),
+    "jit_large_patch16": (2.4, None, 256, None),
+    "jit_large_patch16_75": (2.4, None, 256, None),
+    "jit_huge_patch16": (2.2, None, 256, dict(middle_dropout=0.2)),
+    "jit_base_patch32": (2.9, 2.0, 512, None),
+}
+
+
+@pytest.mark.parametrize("name", JIT)
+def test_the_recipe_of_jit(name):
+    """The keys are those of JiT's released training script (Li and He 2025)."""
+    cfg_scale, noise_scale, img_size, kwargs = JIT[name]
+    config = parse("--config", f"dit/{name}", config_class=DitConfig)
+    assert config.model.name.removeprefix("moh_") == name and config.model.kwargs == kwargs
+    assert_values(config.preview, sampler="heun", steps=50, cfg_scale=cfg_scale)
+    assert_values(config.flow, predict="x", location=0.8, spread=0.8, noise_scale=noise_scale)
+    assert_values(config.optim, lr=2e-4, batch_size=1024, betas=(0.9, 0.95), weight_decay=0.0)
+    assert (config.data.img_size, config.label_drop, config.ema.decay) == (img_size, 0.1, 0.9999)
+
+
 def test_what_a_file_takes_from_its_base(tmp_path):
     (tmp_path / "sub").mkdir()
     first = "seed: 1\nmax_steps: 5\nmodel: {depth: 2, kwargs: {a: 1}}\nbase: quickstart/cls\n"

@@ -42,7 +42,7 @@ def inputs():
 # ---------------------------------------------------------------- the equations, written from the papers
 
 
-def block_by_hand(block, x, c, grid):
+def block_by_hand(block, x, c, grid, dropout=0.0):
     modulation = F.linear(F.silu(c), *block.adaLN_modulation[1].parameters())
     shift1, scale1, gate1, shift2, scale2, gate2 = modulation[:, None].chunk(6, -1)
     attn = block.attn
@@ -53,11 +53,12 @@ def block_by_hand(block, x, c, grid):
     k = rotated(rms_norm(k, attn.k_norm.weight), grid)
     weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
     y = F.linear((weights @ v).transpose(1, 2).flatten(2), attn.proj.weight, attn.proj.bias)
-    x = x + gate1 * y
+    x = x + gate1 * F.dropout(y, dropout)
     mlp = block.mlp
     y = rms_norm(x, block.norm2.weight) * (1 + scale2) + shift2
     gate = F.linear(y, mlp.fc1_g.weight, mlp.fc1_g.bias)
     y = F.silu(gate) * F.linear(y, mlp.fc1_x.weight, mlp.fc1_x.bias)
+    y = F.dropout(y, dropout)
     return x + gate2 * F.linear(y, mlp.fc2.weight, mlp.fc2.bias)
 
 
@@ -72,6 +73,49 @@ def test_a_block_is_the_papers_equations():
     # RMSNorm is computed in float32.
     want = block_by_hand(block, x, c, 4)
     torch.testing.assert_close(block(x, c, rotary=rotary), want, rtol=1e-5, atol=1e-5)
+
+
+MLPS = {
+    "SwiGLU": dict(BLOCK),
+    "Mlp": dict(),
+    "routed": dict(scope="sample", head_budget=0.75, mlp_budget=0.5),
+}
+
+
+@pytest.mark.parametrize("mlp", MLPS)
+@pytest.mark.parametrize("depth, middle", [(4, [1, 2]), (6, [1, 2]), (9, [2, 3, 4, 5])])
+def test_dropout_of_the_middle_half_of_the_blocks(mlp, depth, middle, tmp_path):
+    """JiT: blocks from a quarter of the depth, rounded down, to three of them; nothing behind the MLP."""
+    model = dit(**MLPS[mlp], depth=depth, middle_dropout=0.2)
+    model.save_pretrained(tmp_path)
+    for found in (model, type(model).from_pretrained(tmp_path)):
+        for number, block in enumerate(found.blocks):
+            dropouts = [
+                block.attn.proj_drop,
+                block.attn.attn_drop,
+                block.mlp.drop1,
+                block.mlp.drop2,
+            ]
+            rate = 0.2 if number in middle else 0.0
+            assert [dropout.p for dropout in dropouts] == [rate, 0, rate, 0], number
+
+
+@torch.no_grad()
+def test_dropout_is_behind_attention_and_between_the_products_of_the_mlp():
+    model = dit(**BLOCK, depth=4, middle_dropout=0.2).double()
+    x = torch.randn(3, 16, 32, dtype=torch.float64)
+    c = torch.randn(3, 32, dtype=torch.float64)
+    block = model.blocks[1].train()
+    rotary = (model.rotary_cos, model.rotary_sin)
+    torch.manual_seed(2)
+    found = block(x, c, rotary=rotary)
+    torch.manual_seed(2)
+    want = block_by_hand(block, x, c, 4, dropout=0.2)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    same = block_by_hand(block, x, c, 4)
+    torch.testing.assert_close(block.eval()(x, c, rotary=rotary), same, rtol=1e-5, atol=1e-5)
+    converted = moh_vision.convert(model, router="moh").blocks[1]
+    assert (converted.attn.proj_drop.p, converted.mlp.drop1.p) == (0.2, 0.2)
 
 
 @torch.no_grad()
@@ -104,6 +148,22 @@ def test_the_last_layer_has_the_norm_of_the_blocks():
     shift, scale = modulation[:, None].chunk(2, -1)
     want = last.linear(rms_norm(x, last.norm_final.weight) * (1 + scale) + shift)
     torch.testing.assert_close(last(x, c), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_swiglu_starts_as_one_matrix():
+    """JiT and LightningDiT hold W_g and W_1 [h, C] each as one [2 h, C], and Xavier's bound is that of the whole."""
+    torch.manual_seed(0)
+    C = 96
+    model = timm.create_model("dit_small_patch2", **TINY | dict(embed_dim=C), **BLOCK)
+    bound = math.sqrt(6 / (C + 2 * 256))
+    for block in model.blocks:
+        halves = [block.mlp.fc1_g.weight, block.mlp.fc1_x.weight]
+        assert [list(half.shape) for half in halves] == [[256, C]] * 2
+        assert not torch.equal(*halves)
+        for half in halves:
+            assert 0.99 * bound < half.abs().max() <= bound
+            assert half.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+        assert block.mlp.fc2.weight.abs().max() <= math.sqrt(6 / (C + 256))
 
 
 @torch.no_grad()
@@ -139,6 +199,7 @@ COUNTS = {
     "JiT-B/16": ("jit_base_patch16", {}, 131),
     "JiT-L/16": ("jit_large_patch16", {}, 459),
     "JiT-H/16": ("jit_huge_patch16", {}, 953),
+    "JiT-B/32": ("jit_base_patch32", {}, 133),
     "LightningDiT-XL/1": ("dit_xlarge_patch2", LIGHTNING, 675),
 }
 
@@ -310,6 +371,18 @@ WRONG = {
     "a number of class tokens": (
         dict(class_tokens=True),
         "class_tokens True is no whole number of 0 or more",
+    ),
+    "a dropout of all": (
+        dict(middle_dropout=1.0),
+        "middle_dropout 1.0 is out of range: at least 0, below 1",
+    ),
+    "a text for a dropout": (
+        dict(middle_dropout="0.2"),
+        "middle_dropout '0.2' is out of range: at least 0, below 1",
+    ),
+    "dropout in no block": (
+        dict(middle_dropout=0.2, depth=3),
+        "middle_dropout 0.2 has no effect: 3 blocks have no middle half",
     ),
     "a list of norms": (
         dict(norm_layer=["rmsnorm"]),

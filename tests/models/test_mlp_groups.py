@@ -12,7 +12,7 @@ import moh_vision
 from moh_vision.attention import mlp_layers
 from moh_vision.attention.model_heads import routed_layers
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
-from moh_vision.models.head_budgets import saved_budget
+from moh_vision.models.head_budgets import saved_budget, take_shared_heads
 from tests.support.dense_vits import DEIT, DINOV3, SMALL, VIT, dense, images
 from tests.support.official_dit import diffusers_dit
 from tests.support.refusals import refuse
@@ -245,6 +245,15 @@ def test_saved_and_loaded(family, tmp_path):
     assert moh_vision.head_budget(loaded)["mlp"]["share"] == 1
 
 
+@pytest.mark.parametrize("family", MAKERS)
+def test_weights_whose_shared_groups_are_too_many_for_the_budget(family):
+    """The refusal counts groups, under the name of their budget."""
+    trained = MAKERS[family](head_budget=0.5, mlp_budget=[(6, 1)] * 3)
+    model = MAKERS[family](head_budget=0.5, mlp_budget="uniform:0.25")
+    words = "mlp_budget 'uniform:0.25': layer 0 would run 2 of 8 groups, but 6 are shared"
+    refuse(words, take_shared_heads, model, trained.state_dict())
+
+
 REFUSED = {
     "per token": (dict(scope="token", mlp_budget=0.5), "mlp_budget 0.5 needs scope 'sample'"),
     "a share that is none": (dict(mlp_budget=1.5), "mlp_budget 1.5 is not understood"),
@@ -253,6 +262,10 @@ REFUSED = {
     "no group": (
         dict(mlp_budget="uniform:0.01"),
         "layer 0 with 8 groups would run 0 of them, at least 1 must run",
+    ),
+    "no shape": (
+        dict(mlp_budget=0.5, mlp_budget_shape="steep"),
+        "mlp_budget_shape 'steep': expected ramp or uniform",
     ),
     "groups that do not divide": (
         dict(mlp_budget=0.5, mlp_groups=7),
