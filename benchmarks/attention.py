@@ -41,7 +41,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget
-from moh_vision.attention.executors import select_executor
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 
@@ -242,7 +241,7 @@ def picked(layer, x, mode):
     """Return the name of the executor that auto takes."""
     with torch.set_grad_enabled(mode == "train"):
         routing = layer.router(router_input(layer, x))
-        return select_executor(layer, Call(x, routing)).__name__
+        return layer.plan(Call(x, routing)).executor.__name__
 
 
 def moh_case(name, share, scope, dtype):

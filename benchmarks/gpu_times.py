@@ -363,7 +363,7 @@ class Conditioned(nn.Module):
         super().__init__()
         self.layer = layer
         weight = layer.projections[0].weight
-        self.condition = torch.randn(1, layer.dim, device=weight.device, dtype=weight.dtype)
+        self.condition = torch.randn(layer.dim, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x):
         return self.layer(x, condition=self.condition)

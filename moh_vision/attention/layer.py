@@ -28,8 +28,8 @@ from moh_vision.attention.linear import is_traced, linear_rows, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS
-from moh_vision.attention.routers.common import TopKRouter, masked_mean
-from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
+from moh_vision.attention.routers.common import TopKRouter, masked_mean, route_sequences
+from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 torch.fx.wrap("visible")  # a leaf while fx traces: masks may then be proxies that stand for None
 
@@ -192,8 +192,8 @@ class HeadMixtureAttention(RoutedLayer):
                 are turned together (see `rotary_pairs`) have the same angle.
             cache: in self-attention a KeyValueCache of the tokens before x, or an object with the same attributes; then
                 M = length + N. In cross-attention a ContextCache; after its first call, context may be left out.
-            condition: [B, C], which the router reads instead of the mean token; with scope "sample" only. [1, C]: one
-                choice for all sequences, whose statistics are repeated B times.
+            condition: [B, C], which the router reads instead of the mean token; with scope "sample" only. [C]: one choice
+                for all sequences, whose statistics are repeated B times.
             context_padding: [B, M], True where the context is padding. Padding is left out of the keys and, with route_by
                 "context", of what the router reads.
 
@@ -346,19 +346,13 @@ class HeadMixtureAttention(RoutedLayer):
             router_q = q.transpose(1, 2)
         if self.scope == "token":
             return self.router(x, router_q, padded), q
-        if condition is None:
-            summary = masked_mean(x, padded)  # [B, 1, C]
-        else:
-            summary = condition.unsqueeze(1)  # [B or 1, 1, C]
-        mean_q = None
-        if router_q is not None:
-            mean_q = masked_mean(router_q, padded)  # [B, H, 1, D]
+        if router_q is None:
+            return route_sequences(self.router, x, condition, padded), q
+        if condition is not None and condition.dim() == 1:
             # One condition for all sequences is repeated: each sequence has its own queries.
-            summary = summary.expand(x.shape[0], -1, -1)
-        routing = self.router(summary, mean_q)
-        if summary.shape[0] < x.shape[0]:  # one choice for all sequences
-            routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))
-        return routing, q
+            condition = condition.expand(x.shape[0], -1)
+        mean_q = masked_mean(router_q, padded)  # [B, H, 1, D]
+        return route_sequences(self.router, x, condition, padded, mean_q), q
 
     def route_and_project(
         self, x: Tensor, padded: Tensor | None

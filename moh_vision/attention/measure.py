@@ -7,20 +7,21 @@ batch, then timed at full size. If either fails, a warning is logged, and `auto`
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from moh_vision.attention.executors import Executor
-from moh_vision.attention.executors.choice import first_that_skips, key_of, sizes_of
 from moh_vision.attention.executors.measurement_table import (
     MeasurementTable,
-    Rows,
+    Row,
     current_table,
     measuring_is_off,
 )
+from moh_vision.attention.executors.plan import Plan, first_that_skips
+from moh_vision.attention.executors.signature import sign, words
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers, mlp_layers
 from moh_vision.attention.routed_layer import RoutedLayer
@@ -48,13 +49,13 @@ WORDS = dict(
     GroupPairs="groups, C++", GroupsOfSequences="groups, PyTorch",
 )  # fmt: skip
 
-CallKey = tuple[str, tuple[int, int, int, int]]  # the words of `key_of`, and (B, N, M, K)
+CallKey = tuple[str, tuple[int, int, int, int]]  # the words of `signature.words`, and (B, N, M, K)
 Calls = dict[CallKey, Recorded]
 # For each call: name of executor -> why it cannot skip heads; "" where it can.
 Reasons = dict[CallKey, dict[str, str]]
 
 
-def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
+def measure(model: nn.Module, *inputs: Any, **named: Any) -> list[Row]:
     """Measure in which attention calls of model(*inputs, **named) skipping heads takes less time, and print a table.
 
     From then on the executor "auto" follows these measurements, in this process and, by the user's cache, in later ones. A
@@ -68,7 +69,7 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
         *inputs, **named: inputs with the sizes, dtypes and masks of later calls; call `measure` under their autocast.
 
     Returns:
-        The measured rows by kind of call, see `measurement_table.Rows`; empty with MOH_VISION_MEASURE=off.
+        The measured rows, see `measurement_table.Row`; empty with MOH_VISION_MEASURE=off.
 
     Raises:
         ValueError: the model has no HeadMixtureAttention layer and no GroupMixtureMlp.
@@ -91,8 +92,8 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
     for line in table_lines(rows, reasons):
         print(line)
     mode = "training" if model.training else "inference"
-    of_mode = [row for key in rows if key.split()[1] == mode for row in rows[key]]
-    if any(row[4] != "Masked" for row in of_mode) and not compiled:
+    taken = [row.taken for row in rows if row.call.split()[1] == mode]
+    if any(name != "Masked" for name in taken) and not compiled:
         for line in whole_times(model, forward):
             print(line)
     return rows
@@ -138,18 +139,21 @@ def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
     )
 
 
-def table_lines(rows: Rows, reasons: Reasons) -> Iterator[str]:
+def table_lines(rows: list[Row], reasons: Reasons) -> Iterator[str]:
     """Yield a line for each call and, below it, lines for executors that skip heads: the time, or why one cannot run."""
-    for (key, (B, N, M, K)), by_executor in reasons.items():
-        # The key begins with executor, mode and number of heads, see `key_of`.
-        tried, mode, heads, _ = key.split(maxsplit=3)
-        skips = False
-        took = "there was no time left to measure it"
-        for row in rows.get(key, ()):
-            *sizes, picked, ratio = row
-            if sizes == [N, M, B, K]:
-                skips = picked == tried
-                took = "failed" if ratio is None else f"{ratio:.2f} of the time of all heads"
+    table = MeasurementTable(rows)
+    for (call, sizes), by_executor in reasons.items():
+        B, N, M, K = sizes
+        # The words begin with executor, mode and number of heads, see `signature.words`.
+        tried, mode, heads, _ = call.split(maxsplit=3)
+        row = table.find(call, sizes)
+        skips = row is not None and row.taken == tried
+        if row is None:
+            took = "there was no time left to measure it"
+        elif row.ratio is None:
+            took = "failed"
+        else:
+            took = f"{row.ratio:.2f} of the time of all heads"
         tokens = f"{N} tokens"
         if M != N:
             tokens += f" that look at {M}"
@@ -170,11 +174,10 @@ def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
     start = time.perf_counter()
     rows = rows_of_calls(calls, min(STEPS * PASSES * forward, LONGEST))
     elapsed = time.perf_counter() - start
-    all_rows = [row for of_calls in rows.values() for row in of_calls]
-    ratios = [row[5] for row in all_rows if row[4] != "Masked"]
+    ratios = [row.ratio for row in rows if row.taken != "Masked"]
     line = ""
-    if all_rows:
-        line = f"attention measured in {elapsed:.1f} s: {len(ratios)} of {len(all_rows)} kinds of calls skip heads"
+    if rows:
+        line = f"attention measured in {elapsed:.1f} s: {len(ratios)} of {len(rows)} kinds of calls skip heads"
     if ratios:
         line += f", in {min(ratios):.2f} to {max(ratios):.2f} of the layer's time with all heads"
     return MeasurementTable(rows).as_record(), line
@@ -210,32 +213,31 @@ def collect(
     ]
     inputs: dict[nn.Module, tuple] = {}
 
-    def record(layer: nn.Module, call: Call, *more: Any) -> Executor:
-        """Record a call, and let the layer compute all heads. Stands in for the class of an executor."""
-        executor, _ = first_that_skips(layer, call, compiled)
-        B, N, M, K = sizes_of(layer, call)
-        skips = (
-            executor is not layer.all_heads_executor and K < layer.num_heads and call.cache is None
-        )
-        later_batch = B
-        # If B equals N or M, `resized` cannot tell which dimension of an input is the batch: keep B.
-        if B not in (N, M):
-            later_batch = max(round(B * batch), 1)
-        words = " ".join(key_of(layer, call, executor, compiled))
-        call_key = (words, (later_batch, N, M, K))
+    mode = "compiled" if compiled else None
+
+    def record(layer: nn.Module, call: Call) -> Plan:
+        """Record a call, and let the layer compute all heads. Stands in for the layer's `plan`."""
+        s = sign(layer, call, mode)
+        executor, _ = first_that_skips(layer, s)
+        all_heads = executor is layer.all_heads_executor or s.active == s.heads
+        skips = not all_heads and not s.cache
+        later_batch = s.batch
+        # If the batch equals the number of tokens or keys, `resized` cannot tell which dimension of an input is the batch.
+        if s.batch not in (s.tokens, s.keys):
+            later_batch = max(round(s.batch * batch), 1)
+        call_key = (words(s, executor), (later_batch, s.tokens, s.keys, s.active))
         if reasons is not None:
             never = "" if skips else "all heads run, or keys are cached"
             reasons[call_key] = {
-                tried.__name__: tried.why_not(layer, call, compiled) or never
-                for tried in layer.skipping_executors
+                tried.__name__: tried.why_not(s) or never for tried in layer.skipping_executors
             }
         if skips and not is_traced(call.x) and call_key not in calls:
             try:
-                arguments = resized(inputs[layer], B, later_batch)
-                calls[call_key] = recorded(executor, layer, arguments, call.x.device.type, compiled)
+                arguments = resized(inputs[layer], s.batch, later_batch)
+                calls[call_key] = recorded(executor, layer, arguments, s.device.type, compiled)
             except Exception as error:  # a layer that cannot be copied
-                refuse(executor, B, N, error)
-        return layer.all_heads_executor(layer, call, *more)
+                refuse(executor, s.batch, s.tokens, error)
+        return Plan(layer.all_heads_executor)
 
     def keep_inputs(layer: nn.Module, args: tuple, named: dict) -> None:
         inputs[layer] = args, named
@@ -245,13 +247,15 @@ def collect(
         with as_it_was(model), torch.no_grad(), own_random_numbers():
             if not measuring_is_off():
                 for layer in layers:
-                    layer.executor = record
+                    layer.plan = partial(record, layer)
             model.train(training)
             with torch.compiler.set_stance("force_eager"):
                 return seconds(forward)
     finally:
         for hook in hooks:
             hook.remove()
+        for layer in layers:
+            layer.__dict__.pop("plan", None)
 
 
 @contextmanager
@@ -272,28 +276,29 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def rows_of_calls(calls: Calls, time_left: float) -> Rows:
+def rows_of_calls(calls: Calls, time_left: float) -> list[Row]:
     """Return the rows of calls, from the user's cache or else measured now, until the seconds `time_left` are spent.
 
     Calls that are then still unmeasured have no row.
     """
     if not calls:
-        return {}
+        return []
     cached = MeasurementTable.from_cache()
-    found = MeasurementTable()
-    new = MeasurementTable()
-    for index, ((key, (B, N, M, K)), call) in enumerate(calls.items()):
-        known = [row for row in cached.rows.get(key, ()) if row[:4] == [N, M, B, K]]
-        if not known and time_left > 0:
+    found: list[Row] = []
+    new: list[Row] = []
+    for index, ((words_of_call, sizes), call) in enumerate(calls.items()):
+        row = cached.find(words_of_call, sizes)
+        if row is None and time_left > 0:
+            B, N, M, K = sizes
             start = time.perf_counter()
             # Each remaining call gets an equal part of the time that is left; compiling does not count.
-            picked, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - index))
+            taken, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - index))
             time_left -= time.perf_counter() - start - compiling
-            known = [[N, M, B, K, picked, ratio]]
-            new.add({key: known})
-        if known:
-            found.add({key: known})
-    if new.rows:
-        new.save()
+            row = Row(words_of_call, N, M, B, K, taken, ratio)
+            new.append(row)
+        if row is not None:
+            found.append(row)
+    if new:
+        MeasurementTable(new).save()
         torch.cuda.empty_cache()
-    return found.rows
+    return found

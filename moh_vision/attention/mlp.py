@@ -17,8 +17,8 @@ from moh_vision.attention.executors.groups import (
 )
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS
-from moh_vision.attention.routers.common import masked_mean
-from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
+from moh_vision.attention.routers.common import route_sequences
+from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 PER_TOKEN = (
     "groups of an MLP are chosen for whole sequences: with a choice for every token each row of the products would have "
@@ -107,7 +107,7 @@ class GroupMixtureMlp(RoutedLayer):
 
         Args:
             x: tokens [B, N, C].
-            condition: [B, C], what the router reads instead of the mean token. [1, C]: one choice for all sequences, whose
+            condition: [B, C], what the router reads instead of the mean token. [C]: one choice for all sequences, whose
                 statistics count as those of B.
             padding_mask: [B, N], True at padding, which is left out of the mean token.
 
@@ -128,14 +128,7 @@ class GroupMixtureMlp(RoutedLayer):
         self, x: Tensor, condition: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
         """Call the router for sequences x [B, N, C]; see `forward`."""
-        if condition is None:
-            summary = masked_mean(x, padding_mask)  # [B, 1, C]
-        else:
-            summary = condition.unsqueeze(1)  # [B or 1, 1, C]
-        routing = self.router(summary)
-        if summary.shape[0] < x.shape[0]:  # one choice for all
-            routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))
-        return routing
+        return route_sequences(self.router, x, condition, padding_mask)
 
     def extra_repr(self) -> str:
         b = self.budget

@@ -1,9 +1,13 @@
 """`RoutedLayer`: what attention and the MLP of groups have in common."""
 
+from functools import cached_property
+from typing import Any
+
 from torch import nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.executors import Executor, select_executor
+from moh_vision.attention.executors import Executor
+from moh_vision.attention.executors.plan import Plan, Plans, plan_call
 from moh_vision.attention.routing import Call
 
 
@@ -33,12 +37,12 @@ class RoutedLayer(nn.Module):
     executor: str | type[Executor]
     fused_attn = True
 
-    # Tried in this order by the executors "auto" and "packed", see `select_executor`.
+    # Tried in this order by the executors "auto" and "packed", see `plan_call`.
     skipping_executors: tuple[type[Executor], ...]
     all_heads_executor: type[Executor]  # "masked", and wherever nothing is skipped
     unfused_executor: type[Executor]  # where `fused_attn` is False
     reference_executor: type[Executor]  # "reference", the oracle of the tests
-    # A word for options of a subclass that change the time of a call; measurements are looked up by it, see `key_of`.
+    # A word for options of a subclass that change the time of a call; measurements are looked up by it, see `signature.words`.
     variant = ""
 
     @property
@@ -46,6 +50,25 @@ class RoutedLayer(nn.Module):
         """The budget of the router, which `set_budgets` changes."""
         return self.router.budget
 
-    def make_executor(self, call: Call) -> Executor:
-        """Return the executor of a call."""
-        return select_executor(self, call)(self, call)
+    @cached_property
+    def plans(self) -> Plans:
+        """How calls are computed, by signature; see `plan_call`."""
+        return Plans()
+
+    def plan(self, call: Call) -> Plan:
+        """Return how a call is computed."""
+        return plan_call(self, call)
+
+    def make_executor(self, call: Call, *more: Any) -> Executor:
+        """Return the executor of a call.
+
+        Args:
+            call: the call, after routing.
+            *more: further arguments of the layer's executors.
+        """
+        plan = self.plan(call)
+        return plan.executor(self, call, plan.prepared, *more)
+
+    def projects_at_once(self) -> bool:
+        """Return whether one product that may be read gives queries, keys and values."""
+        return False

@@ -260,8 +260,8 @@ def copied(layer: nn.Module) -> nn.Module:
         values = scale * torch.randn(p.shape, device=p.device, dtype=p.dtype)
         fresh[id(p)] = nn.Parameter(values, p.requires_grad)
     duplicate = copy.deepcopy(layer, fresh)
-    duplicate.executor = layer.all_heads_executor
-    # Remove the hooks that `measure.collect` has set.
+    # Remove what `measure.collect` has set.
+    duplicate.__dict__.pop("plan", None)
     duplicate._forward_pre_hooks.clear()
     duplicate._forward_pre_hooks_with_kwargs.clear()
     for module in duplicate.modules():
@@ -277,7 +277,9 @@ def resized(inputs: tuple[tuple, dict], have: int, want: int) -> tuple[tuple, di
     def change(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        if t.dim() and t.shape[0] == have != want:
+        if (
+            t.dim() > 1 and t.shape[0] == have != want
+        ):  # a vector is one condition for all sequences
             t = t.index_select(0, torch.arange(want, device=t.device) % have)
         return t.detach()
 

@@ -16,6 +16,7 @@ from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels
 from moh_vision.diffusion.loading import open_guide
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import Guidance, sample_images, to_uint8, weak_predict
 from moh_vision.diffusion.schedulers import (
     make_scheduler,
@@ -88,6 +89,7 @@ class Samples:
             raise ValueError(
                 f"{said} needs classes, and the images have none: set 1, for no guidance"
             )
+        self.guidance = Guidance(config.cfg_scale, weak_scale=config.guide_scale)
         self.decode = decode
         self.sampler = sampler_for(objective.name, config, f"{config.section}.sampler")
         shift = getattr(objective, "shift", 1.0)
@@ -108,29 +110,21 @@ class Samples:
 
     def sample(self, model: nn.Module, numbers: range, on_step: Callable | None = None) -> Tensor:
         """Draw images uint8 [len(numbers), 1 or 3, h, w], on the CPU; then restore the model's training mode."""
-        config = self.config
-        size = model.config.sample_size
-        shape = (model.config.in_channels, size, size)
         labels = self.labels(numbers).to(next(model.parameters()).device)
-        seeds = [config.seed + number for number in numbers]
+        seeds = [self.config.seed + number for number in numbers]
         null_label = len(self.names)
-        guidance = Guidance(config.cfg_scale, weak_scale=config.guide_scale)
         weak = weak_predict(model, self.weak)
         was_training = model.training
-
-        def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-            return model(x, t, y).sample
-
         model.eval()
         try:
             x = sample_images(
-                predict,
+                predicted_by(model),
                 self.scheduler,
                 labels,
-                shape,
+                shape_of(model),
                 seeds,
                 null_label,
-                guidance,
+                self.guidance,
                 on_step,
                 weak,
                 model.config.noise_scale,
@@ -140,6 +134,17 @@ class Samples:
             return to_uint8(x).cpu()
         finally:
             model.train(was_training)
+
+    def one_pass(self, model: nn.Module) -> tuple[nn.Module, Callable[[], Tensor]]:
+        """Return all that predicts in a step of a drawing, and a function that does so for its first batch."""
+        labels = self.labels(range(self.config.images)[:BATCH]).to(next(model.parameters()).device)
+        weak = weak_predict(model, self.weak)
+        guided = self.guidance.around(predicted_by(model), labels, len(self.names), weak)
+        noise = torch.randn(len(labels), *shape_of(model)).to(labels.device)
+        models = model
+        if isinstance(self.weak, nn.Module):
+            models = nn.ModuleList([model, self.weak])
+        return models, partial(guided, noise, torch.tensor(NUM_TIMESTEPS / 2))
 
     def announce(self, log, batches: int) -> Callable:
         """Return an `on_step` that times the second step, and logs how long drawing takes if that is long.
@@ -160,6 +165,21 @@ class Samples:
                 log.say(f"{title} take about {tqdm.format_interval(seconds)}")
 
         return on_step
+
+
+def predicted_by(model: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of images, timestep and labels that returns a model's prediction."""
+
+    def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        return model(x, t, y).sample
+
+    return predict
+
+
+def shape_of(model: nn.Module) -> tuple[int, int, int]:
+    """Return the shape of an image of a model, [C, h, w]."""
+    size = model.config.sample_size
+    return model.config.in_channels, size, size
 
 
 class Previews(Samples):

@@ -339,15 +339,18 @@ class Drawing:
         return dict(protocol=config.protocol, sampling=sampling, versions=versions())
 
     def one_pass(self, size: int, predict: Callable | None = None) -> Callable[[], Any]:
-        """Return a function that runs the model, or `predict`, once on a batch of `size` random images."""
+        """Return a function that runs the model, or `predict`, once on a batch of `size` random images.
+
+        The images share one timestep, as they do while they are drawn: a router that reads it makes one choice for all.
+        """
         model = self.pipe.transformer
         side = model.config.sample_size
         shape = (size, model.config.in_channels, side, side)
         generator = torch.Generator().manual_seed(self.config.seed)
         noise = torch.randn(shape, generator=generator)
-        timesteps = torch.randint(NUM_TIMESTEPS, (size,), generator=generator)
+        timestep = torch.randint(NUM_TIMESTEPS, (1,), generator=generator)
         labels = self.labels[torch.arange(size) % len(self.labels)]
-        inputs = send_to_device((noise, timesteps, labels), self.accelerator.device)
+        inputs = send_to_device((noise, timestep, labels), self.accelerator.device)
 
         def forward() -> Any:
             with self.accelerator.autocast():
@@ -377,7 +380,10 @@ class Drawing:
         if todo:
             seconds_of_step()  # warms up
             step = seconds_of_step()
-        seconds = step * todo * (step_count(self.pipe.scheduler) or ADAPTIVE_PASSES)
+        passes_of_image = step_count(self.pipe.scheduler)
+        if passes_of_image is None:
+            passes_of_image = ADAPTIVE_PASSES
+        seconds = step * todo * passes_of_image
 
         def table() -> tuple[dict, str]:
             if not todo or seconds < WORTH_MEASURING:

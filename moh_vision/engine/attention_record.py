@@ -26,7 +26,9 @@ def keep_settings(folder: Path | None, accelerator, held: ExitStack, allowed: Co
         return None
     held.callback(measurement_table.use_table, None)
     held.callback(operators.use, None)
-    return AttentionRecord(folder, allowed, device)
+    record = AttentionRecord(folder, allowed, device)
+    held.callback(record.say_unmeasured)
+    return record
 
 
 class AttentionRecord:
@@ -129,6 +131,14 @@ class AttentionRecord:
             by_main(lambda: self.save(folder), accelerator)
         if line:
             say(line)
+
+    def say_unmeasured(self) -> None:
+        """Print which calls `auto` decided by its rule, if the others were measured."""
+        calls = measurement_table.unmeasured()
+        if calls and self.table:
+            say(
+                f"attention: {len(calls)} kinds of calls were not measured, so that a rule decided: {'; '.join(calls[:3])}"
+            )
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder."""

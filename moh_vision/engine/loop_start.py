@@ -1,6 +1,7 @@
 """Make a run's `TrainingLoop`: wrap the task, restore the checkpoint, open the log."""
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def start_loop(  # noqa: PLR0913
     elastic=None,
     best: Best | None = None,
     unreadable=None,
+    drawings: Sequence[Callable] = (),
     **log_options,
 ) -> TrainingLoop:
     """Wrap the task, restore the checkpoint that the run resumes from, open the log; return the training loop.
@@ -68,6 +70,7 @@ def start_loop(  # noqa: PLR0913
         elastic: an `ElasticBudget`, or None.
         best: keeps the best validation score; None: validations are not compared.
         unreadable: a `BadSamples`, or None.
+        drawings: see `TrainingLoop`.
         log_options: see `RunLog`.
     """
     config = setup.config
@@ -121,6 +124,7 @@ def start_loop(  # noqa: PLR0913
         elastic=elastic,
         best=best,
         unreadable=unreadable,
+        drawings=drawings,
     )
 
 

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -70,6 +70,8 @@ class TrainingLoop:
         elastic: an `ElasticBudget`, or None.
         best: keeps the best validation score, or None.
         unreadable: the `BadSamples` of the data, or None.
+        drawings: for forwards that the run makes beside its losses, whose attention is measured too: functions of the model
+            that evaluates, each of which returns all models of such a forward, and a function that makes it.
 
     Attributes:
         done: number of steps done, including those before the run was resumed.
@@ -95,6 +97,7 @@ class TrainingLoop:
     elastic: object | None = None
     best: Best | None = None
     unreadable: object | None = None
+    drawings: Sequence[Callable] = ()
 
     done: int = field(init=False)
     losses: list[dict] = field(init=False, default_factory=list)
@@ -440,4 +443,7 @@ class TrainingLoop:
                     compiled=config.compile and self.ema is None,  # an EMA is evaluated uncompiled
                     batch=eval_size / size,
                 )
+                for drawing in self.drawings:
+                    models, forward = drawing(self.ema.module if self.ema else self.model)
+                    collect(calls, models, forward, training=False)
         return seconds

@@ -197,7 +197,7 @@ class DiTBlock(nn.Module):
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`.
 
         Args:
-            route_by: what the routers read. [B, C]: the tokens of an image share one choice of heads and groups; [1, C]: all
+            route_by: what the routers read. [B, C]: the tokens of an image share one choice of heads and groups; [C]: all
                 images share one; None: the router reads the tokens, and each token has its own heads.
             rotary: cosines and sines [N, D] of the positions; None: queries and keys are not rotated.
         """
@@ -446,7 +446,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         t = self.t_embedder(time.expand(x.shape[0]), x.dtype)  # [B, C]
         y = self.y_embedder(class_labels)  # [B, C]
         c = t + y
-        route_by = self._routing_condition(t, c, timestep)  # [B, C], [1, C] or None
+        route_by = self._routing_condition(t, c, timestep)  # [B, C], [C] or None
         N = x.shape[1]
         checkpoint = None
         if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -515,7 +515,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         return self.rotary_cos[-tokens:], self.rotary_sin[-tokens:]
 
     def _routing_condition(self, t: Tensor, c: Tensor, timestep: Tensor) -> Tensor | None:
-        """Return what the routers read instead of tokens, [B, C] or [1, C]; None with scope "token".
+        """Return what the routers read instead of tokens, [B, C] or [C]; None with scope "token".
 
         Args:
             t: embedded timesteps [B, C].
@@ -528,7 +528,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         if self.config.route_by == "timestep":
             condition = t
             if timestep.numel() == 1:  # all images have this timestep: one choice of heads
-                condition = t[:1]
+                condition = t[0]
         return F.layer_norm(condition, c.shape[1:])
 
     def _unpatchify(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ heads that do not run; see `CosinePairs.why_not`.
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, kernels
-from moh_vision.attention.executors import Masked, Tokens, select_executor
-from moh_vision.attention.executors.reasons import hidden_weights, trains
+from moh_vision.attention.executors import Masked, Tokens
+from moh_vision.attention.executors.reasons import has_products, hidden_weights
 from moh_vision.attention.executors.reference import attention_matrix
-from moh_vision.attention.linear import product_dtype
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.routing import Call
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
@@ -95,8 +95,15 @@ def unit(x: Tensor, dim: int) -> Tensor:
 class CosineHeads(Masked):
     """Executor that computes all heads of a `CosineAttention`; size: (H, W) of the map, N = H * W."""
 
-    def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
-        super().__init__(layer, call)
+    def __init__(
+        self,
+        layer: nn.Module,
+        call: Call,
+        prepared: Any,
+        positions: Positions,
+        size: tuple[int, int],
+    ):
+        super().__init__(layer, call, prepared)
         self.positions = positions
         self.size = size
 
@@ -123,19 +130,26 @@ class CosinePairs(Tokens):
     Keys and values are computed for all heads.
     """
 
-    def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
-        super().__init__(layer, call)
+    def __init__(
+        self,
+        layer: nn.Module,
+        call: Call,
+        prepared: Any,
+        positions: Positions,
+        size: tuple[int, int],
+    ):
+        super().__init__(layer, call, prepared)
         self.positions = positions
         self.size = size
         self.head = kernels.eager.heads_of(*self.pairs, layer.num_heads)  # [P]
         self.n = self.pairs.token % call.x.shape[1]  # [P] position of the token in its map
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        x = call.x
-        if trains(layer) or compiling or not kernels.native(x.device, product_dtype(x)):
+    def why_not(signature: Signature) -> str:
+        s = signature
+        if s.trains or s.mode == "compiled" or not has_products(s):
             return "heads are skipped by the operators in C++, in inference that is not compiled"
-        if call.routing.active is None or x.numel() == 0 or hidden_weights(layer):
+        if s.all_heads or 0 in (s.batch, s.tokens) or hidden_weights(s):
             return "every head may run, there are no tokens, or the projections carry hooks"
         return ""
 
@@ -314,7 +328,7 @@ class CosineAttention(HeadMixtureAttention):
         tokens = x.flatten(1, 2)  # [B, N, C]
         routing, q = self.route(tokens)
         call = Call(tokens, routing, q=q, dropout_p=self.attn_drop.p if self.training else 0.0)
-        executor = select_executor(self, call)(self, call, positions, x.shape[1:3])
+        executor = self.make_executor(call, positions, x.shape[1:3])
         q, k, v = executor.project()
         y = executor.combine(executor.attend(q, k, v))  # [B, N, C]
         return self.proj_drop(y.view(x.shape)), routing.stats

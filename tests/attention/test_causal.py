@@ -116,7 +116,13 @@ CAUSAL = {
     ),
     "separate": dict(budget=(2, 2), layer_class=SeparateHeadMixtureAttention),
 }
-SCOPES = {"token": None, "sample": None, "sample, a condition": B, "sample, one condition": 1}
+# Scope -> shape of the condition.
+SCOPES = {
+    "token": None,
+    "sample": None,
+    "sample, a condition": (B, C),
+    "sample, one condition": (C,),
+}
 # How many tokens a call has, with a cache; None: all, without one.
 STEPS = {"no cache": None, "a prompt": (N,), "two parts": (5, 4), "token by token": (1,) * N}
 CHANGED = (1, 6)  # the first token that is another
@@ -154,7 +160,7 @@ def test_no_token_moves_those_before_it(name, scope, executor, path, steps):
     steps = STEPS[steps]
     call = {}
     if SCOPES[scope] is not None:
-        call["condition"] = torch.randn(SCOPES[scope], C)
+        call["condition"] = torch.randn(SCOPES[scope])
     x = torch.randn(B, N, C)
     reads_all = name == "mae" and scope == "token"
     reads_mean_token = scope == "sample"

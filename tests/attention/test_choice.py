@@ -13,7 +13,8 @@ from moh_vision.attention import (
     kernels,
 )
 from moh_vision.attention.executors import Executor, Masked, Reference, Unfused, known
-from moh_vision.attention.executors.choice import first_that_skips, key_of, say
+from moh_vision.attention.executors.plan import Plan, first_that_skips, say
+from moh_vision.attention.executors.signature import sign, words
 from moh_vision.attention.routing import Call
 
 
@@ -147,20 +148,21 @@ def test_every_executor_says_why_it_cannot_run(name, path):
     call = call_of(layer, tokens, dtype=options.get("dtype", torch.float32))
     if hooked:
         layer.qkv.register_forward_hook(lambda *_: None)
-    said = {e.__name__: e.why_not(layer, call, compiling) for e in layer.skipping_executors}
+    signature = sign(layer, call, "compiled" if compiling else "eager")
+    said = {e.__name__: e.why_not(signature) for e in layer.skipping_executors}
     assert list(said) == list(reasons)  # the order of trial
     for executor, reason in reasons.items():
         assert said[executor].startswith(reason) and bool(said[executor]) == bool(reason), executor
     for executor in (Reference, Masked, Unfused):
-        assert executor.why_not(layer, call, compiling) == ""
+        assert executor.why_not(signature) == ""
     first = next((e for e in layer.skipping_executors if not said[e.__name__]), Masked)
-    assert first_that_skips(layer, call, compiling)[0] is first
+    assert first_that_skips(layer, signature)[0] is first
 
 
 def test_a_layer_takes_the_first_of_its_list_that_can_run():
     class Never(Executor):
         @staticmethod
-        def why_not(layer, call, compiling):
+        def why_not(signature):
             return "never"
 
     class Always(Masked):
@@ -171,27 +173,27 @@ def test_a_layer_takes_the_first_of_its_list_that_can_run():
     layer.skipping_executors = (Never, Always, *layer.skipping_executors)
     assert type(layer.make_executor(call)) is Always
     layer.skipping_executors = (Never,)
-    assert type(layer.make_executor(call)) is Masked
-    assert first_that_skips(layer, call) == (Masked, "never")
+    layer.plans.clear()
+    assert layer.plan(call) == Plan(Masked, None, "never")
     layer.executor = Never  # a class is taken as it is
     assert type(layer.make_executor(call)) is Never
 
 
-def test_the_key_of_a_call_names_all_that_changes_its_time():
+def test_the_words_of_a_signature_name_all_that_changes_its_time():
     layer = layer_of((2, 4)).eval()
     mask = torch.zeros(8, 1, 9, 9, requires_grad=True)
     angles = torch.ones(9, 64), torch.ones(9, 64)
     call = call_of(layer, 9, attn_mask=mask, dropout_p=0.1, rotary=angles)
-    heads = "12 heads of 64, 12 of keys, 768 wide,"
-    dtypes = "torch.float32 in torch.float32"
-    modules = "cpu HeadMixtureAttention MoHRouter per token"
-    of_mask = ("torch.float32", "B", "N", "learned")
+    of_layer = (
+        "12 heads of 64, 12 of keys, 768 wide, torch.float32 in torch.float32 cpu HeadMixtureAttention "
+        "MoHRouter per token"
+    )
     with torch.no_grad():
-        key = key_of(layer, call, Masked, compiling=True)
-    words = ("Masked", "inference", heads, dtypes, modules)
-    assert key == (*words, "compiled", "rotary", "dropout", *of_mask)
-    plain = key_of(layer.train(), call_of(layer, 9), Masked)
-    assert plain == ("Masked", "training", heads, dtypes, modules)
+        said = words(sign(layer, call, "compiled"), Masked)
+    options = "compiled rotary dropout torch.float32 B N learned"
+    assert said == f"Masked inference {of_layer} {options}"
+    plain = words(sign(layer.train(), call_of(layer, 9)), Masked)
+    assert plain == f"Masked training {of_layer}"
 
 
 @pytest.mark.parametrize(
@@ -218,15 +220,15 @@ def test_auto_without_measurements(kwargs, picked, path, intel):
 @pytest.fixture
 def intel(monkeypatch):
     """A processor on which MKL's products are as fast as the operators'."""
-    monkeypatch.setattr(known, "_is_amd", lambda: False)
+    monkeypatch.setattr(known, "_is_zen5", lambda: False)
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 @pytest.mark.parametrize(
     "scope, executor", [("token", "Tokens"), ("sample", "WholeSequences")], ids=str
 )
-def test_on_amd_the_operators_pay_up_to_all_heads(scope, executor, path, monkeypatch):
-    monkeypatch.setattr(known, "_is_amd", lambda: True)
+def test_on_zen_5_the_operators_pay_up_to_all_heads(scope, executor, path, monkeypatch):
+    monkeypatch.setattr(known, "_is_zen5", lambda: True)
     assert choice((2, 9), scope=scope) == executor
 
 
@@ -256,7 +258,8 @@ def test_elsewhere_auto_computes_all_heads_without_measurements(path):
         assert choice((1, 2), 33, 1, heads=4, executor="packed", **other) == "Masked"
     if path == "torch":
         layer = layer_of((2, 4))
-        assert "no compiled operator runs the call" in first_that_skips(layer, call_of(layer))[1]
+        reason = first_that_skips(layer, sign(layer, call_of(layer)))[1]
+        assert "no compiled operator runs the call" in reason
 
 
 @pytest.mark.parametrize("available", [True, False])

@@ -49,7 +49,8 @@ def assert_compiles(layer, conditions, dynamic):
         x = torch.randn(batch, tokens, C, requires_grad=True)
         given = {}
         if conditions is not None:
-            given["condition"] = torch.randn(batch if conditions == "each" else 1, C)
+            shape = dict(each=(batch, C), one=(C,))[conditions]
+            given["condition"] = torch.randn(shape)
         results = []
         for run in (layer, compiled):
             y = run(x, **given)[0]

@@ -17,9 +17,11 @@ from moh_vision.attention import (
     trial,
 )
 from moh_vision.attention.executors import Executor, Sequences, measurement_table
-from moh_vision.attention.executors.choice import say
+from moh_vision.attention.executors.measurement_table import MeasurementTable, Row
+from moh_vision.attention.executors.plan import say
 from moh_vision.attention.kernels import route as routing_kernels
 from moh_vision.attention.routing import Call
+from tests.support.attend_backends import Backend
 from tests.support.refusals import refuse
 from tests.support.small_runs import same
 from tests.support.small_transnext import scramble, small
@@ -66,9 +68,9 @@ def picked(model, *inputs, **named):
     names = []
     make = Executor.__init__
 
-    def count(self, layer, call):
+    def count(self, *given):
         names.append(type(self).__name__)
-        make(self, layer, call)
+        make(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "__init__", count)
@@ -86,7 +88,7 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
     assert picked(layer, x) == ["Masked"]  # too small for the rule, and never measured
     asked = takes(0.5)
     rows = moh_vision.measure(layer, x)
-    assert list(rows.values()) == [[[9, 9, 4, 2, SKIPS[path], 0.5]]]
+    assert [row[1:] for row in rows] == [(9, 9, 4, 2, SKIPS[path], 0.5)]
     call, executor, whole = capsys.readouterr().out.splitlines()
     assert call == "inference, 4 sequences of 9 tokens, 2 of 4 heads run: heads are skipped"
     words = dict(cpp="per sequence, C++", torch="per sequence, PyTorch")[path]
@@ -176,23 +178,24 @@ def test_a_smaller_batch_and_fewer_heads_follow_the_row_of_the_nearest(rows, cal
 
 def test_rows_that_are_added_replace_those_of_the_same_sizes():
     """Rows stand by active heads, then by batch: the first row that a call fits into is the call's."""
-    few = [9, 9, 4, 2]
-    many = [9, 9, 8, 2]
-    more_heads = [9, 9, 4, 3]
-    table = measurement_table.MeasurementTable({"a": [[*many, "Masked", 1.5]]})
-    table.add({"a": [[*more_heads, "Tokens", 0.5], [*few, "Tokens", 0.5]], "b": []})
-    table.add({"a": [[*many, "Tokens", 0.9]]})
-    assert table.rows == {
-        "a": [
-            [*few, "Tokens", 0.5],
-            [*many, "Tokens", 0.9],
-            [*more_heads, "Tokens", 0.5],
-        ],
-        "b": [],
-    }
+    few = ("a", 9, 9, 4, 2)
+    many = ("a", 9, 9, 8, 2)
+    more_heads = ("a", 9, 9, 4, 3)
+    table = MeasurementTable([Row(*many, "Masked", 1.5)])
+    table.add([Row(*more_heads, "Tokens", 0.5), Row(*few, "Tokens", 0.5)])
+    before = measurement_table.generation()
+    table.add([Row(*many, "Tokens", 0.9)])
+    assert (
+        measurement_table.generation() != before
+    )  # plans that were made with the table are dropped
+    assert table.rows == [
+        Row(*few, "Tokens", 0.5),
+        Row(*many, "Tokens", 0.9),
+        Row(*more_heads, "Tokens", 0.5),
+    ]
     record = table.as_record()
     assert list(record) == ["device", "rows"]
-    again = measurement_table.MeasurementTable.from_record(json.loads(json.dumps(record)))
+    again = MeasurementTable.from_record(json.loads(json.dumps(record)))
     assert again.rows == table.rows
 
 
@@ -236,11 +239,11 @@ def test_an_executor_that_is_not_right_is_never_taken(
     layer = layer_of(training=training)
     x = tokens()
     rows = moh_vision.measure(layer, x)
-    (row,) = next(found for key, found in rows.items() if ("training" in key) == training)
+    row = next(row for row in rows if ("training" in row.call) == training)
     if fault == "gradient" and not training:
-        assert row[4:] == ["Sequences", 0.1]
+        assert row[5:] == ("Sequences", 0.1)
     else:
-        assert row[4:] == ["Masked", None] and picked(layer, x) == ["Masked"]
+        assert row[5:] == ("Masked", None) and picked(layer, x) == ["Masked"]
         said = caplog.messages[0]
         assert "Sequences is not taken for 4 x 9 tokens: " in said and "\n" not in said
 
@@ -256,11 +259,11 @@ def test_what_is_measured_for_real(path, folder):
     state = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
         in_16_bits = moh_vision.measure(layer, x[:2])
-    assert all(row[5] is not None for found in in_16_bits.values() for row in found)
+    assert all(row.ratio is not None for row in in_16_bits)
     rows = moh_vision.measure(layer, x, attn_mask=mask)
     # Dropout of the matrix has no operator; inference has no dropout.
     assert len(rows) == (path == "cpp")
-    assert all(row[5] > 0 for found in rows.values() for row in found)
+    assert all(row.ratio > 0 for row in rows)
     assert moh_vision.measure(model[1], x)
     assert layer.training and layer.executor == "auto" and not layer._forward_pre_hooks
     assert same(model, before)
@@ -275,13 +278,15 @@ def test_the_interpreter_of_triton(path, takes):
     layer = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval()
     x = torch.randn(1, 5, 32)
     rows = moh_vision.measure(layer, x)
-    assert [found[0][4:] for found in rows.values()] == [["InPlace", 0.5]]
+    assert [row[5:] for row in rows] == [("InPlace", 0.5)]
     assert picked(layer, x) == ["InPlace"]
     table = json.loads(json.dumps(measurement_table.current_table().as_record()))
     measurement_table.use_table(dict(table, device="another processor"))
-    on_gpu = {key.replace(" cpu ", " cuda "): found for key, found in table["rows"].items()}
-    other = dict(rows=on_gpu, device="another card")
-    refuse("measured on another card, this is", measurement_table.use_table, other)
+    for executor in ("InPlace", "Sequences", "Masked"):  # each of them may call Triton
+        call, *sizes, _, ratio = table["rows"][0]
+        row = [call.replace(" cpu ", " cuda "), *sizes, executor, ratio]
+        other = dict(rows=[row], device="another card")
+        refuse("measured on another card, this is", measurement_table.use_table, other)
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
@@ -307,13 +312,12 @@ def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(
     layer = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval()
     x = torch.randn(1, 5, 32)
     rows = moh_vision.measure(layer, x)
-    assert [found[0][4:] for found in rows.values()] == [["Masked", None]]
+    assert [row[5:] for row in rows] == [("Masked", None)]
     assert kernels.path() == "triton"
 
 
-@pytest.mark.parametrize("path", ["cpp"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, takes, monkeypatch):
+def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, takes, monkeypatch):
     """PyTorch sums a router's logits in another order than an operator does: both get the same bits."""
     takes(0.5)
     run = trial.run
@@ -327,7 +331,8 @@ def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, t
 
     monkeypatch.setattr(trial, "run", run_and_note)
     layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), executor="auto", dtype=dtype).eval()
-    moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
+    with Backend("cpp", dtype).running():
+        moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
     assert len(logits) == 4 and torch.equal(*logits[:2])
 
 
@@ -337,7 +342,7 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
     x = tokens()
     torch.use_deterministic_algorithms(True)
     try:
-        assert moh_vision.measure(layer, x) == {}
+        assert moh_vision.measure(layer, x) == []
     finally:
         torch.use_deterministic_algorithms(False)
     measurement_table.use_table(None)
@@ -345,15 +350,13 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
     assert len(asked) == 1 and picked(layer, x) != ["Masked"]
     monkeypatch.setenv("MOH_VISION_MEASURE", "off")
     measurement_table.use_table(None)
-    assert moh_vision.measure(layer, x) == {}
+    assert moh_vision.measure(layer, x) == []
     assert picked(layer, x) == ["Masked"] and len(asked) == 1
     monkeypatch.setenv("MOH_VISION_MEASURE", "no")
     refuse("MOH_VISION_MEASURE=no: only auto .* and off", moh_vision.measure, layer, x)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"rows": {"a": [[1, 2]]}}']
-)
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"rows": [[1, 2]]}'])
 def test_a_damaged_cache_is_ignored_and_replaced(takes, content, caplog):
     takes(0.5)
     file = measurement_table.cache_file()
@@ -375,24 +378,23 @@ def test_a_cache_that_cannot_be_written(folder, takes, caplog):
 
 
 BAD_ROWS = {
-    "a number for a name": [1, 2, 3, 4, 5, 6],
-    "a truth value": [1, True, 3, 4, "Masked", None],
-    "seven entries": [1, 2, 3, 4, "Masked", None, 7],
+    "a number for a call": [1, 2, 3, 4, 5, "Masked", None],
+    "a number for a name": ["a", 1, 2, 3, 4, 5, 6],
+    "a truth value": ["a", 1, True, 3, 4, "Masked", None],
+    "eight entries": ["a", 1, 2, 3, 4, "Masked", None, 7],
+    "a number for a row": 7,
 }
 BAD_TABLES = {
-    "a list": [],
+    "a mapping": {"a": [1, 2, 3, 4, "Masked", None]},
     "a text": "rows",
     "a number": 7,
-    "a number for rows": {"a": 1},
-    "a text for rows": {"a": "rows"},
-    "a number for a row": {"a": [7]},
-    **{name: {"a": [row]} for name, row in BAD_ROWS.items()},
+    **{name: [row] for name, row in BAD_ROWS.items()},
 }
 
 
 @pytest.mark.parametrize("table", BAD_TABLES.values(), ids=BAD_TABLES)
 def test_a_malformed_table_is_refused(table):
-    words = "rows of the table of auto are four numbers, a name and a ratio"
+    words = "rows of the table of auto are a call, four numbers, a name and a ratio"
     refuse(words, measurement_table.use_table, dict(device="", rows=table))
 
 
@@ -404,9 +406,9 @@ def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio)
     x = torch.randn(2, 3, 64, 64)
     pairs = {"AggregatedPairs", "CosinePairs"}
     rows = moh_vision.measure(model, x)
-    assert {len(found) for found in rows.values()} == {1}
-    assert "pool" in " ".join(rows)
-    executors = {row[4] for found in rows.values() for row in found}
+    assert len({row.call for row in rows}) == len(rows)
+    assert any("pool" in row.call for row in rows)
+    executors = {row.taken for row in rows}
     assert executors <= (pairs if ratio < 1 else {"Masked"})
     assert bool(pairs & set(picked(model, x))) == (ratio < 1)
 
@@ -421,8 +423,8 @@ def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     x = tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     rows = moh_vision.measure(compiled, x)
-    (row,) = [found[0] for key, found in rows.items() if "training" in key]
-    assert row[4] == "Tokens" and all(call.compiled for call in asked)
+    (row,) = [row for row in rows if "training" in row.call]
+    assert row.taken == "Tokens" and all(call.compiled for call in asked)
     assert picked(layer, x) == ["Masked"]
     say.cache_clear()
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
@@ -453,7 +455,7 @@ def test_groups_of_an_mlp_are_measured_beside_heads(path, takes, capsys):
     block = Block().eval()
     rows = moh_vision.measure(block, tokens())
     executor = "GroupPairs" if path == "cpp" else "GroupsOfSequences"
-    assert [found[0][4:] for found in rows.values()][-1] == [executor, 0.5]
+    assert rows[-1][5:] == (executor, 0.5)
     assert "5 of 8 heads run: heads are skipped" in capsys.readouterr().out
     with torch.no_grad():
         call = Call(tokens(), block.mlp.route(tokens()))

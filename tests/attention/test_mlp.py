@@ -29,7 +29,8 @@ def build(shared=1, routed=2, dtype=torch.float64, **options):
     return layer
 
 
-CONDITIONS = {"the mean token": None, "a condition of each": B, "one condition for all": 1}
+# What the router reads -> shape of the condition.
+CONDITIONS = {"the mean token": None, "a condition of each": (B, C), "one condition for all": (C,)}
 ROUTERS = {
     "moh": dict(),
     "moh, routed alone": dict(shared=0, routed=2),
@@ -39,11 +40,11 @@ ROUTERS = {
 EXECUTORS = ("reference", "masked", "packed", "auto")
 
 
-def draw(conditions, dtype=torch.float64):
+def draw(shape, dtype=torch.float64):
     x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
     condition = None
-    if conditions is not None:
-        condition = torch.randn(conditions, C, dtype=dtype, requires_grad=True)
+    if shape is not None:
+        condition = torch.randn(shape, dtype=dtype, requires_grad=True)
     return x, condition
 
 
@@ -141,7 +142,7 @@ def test_gradients_are_differentiated_again(conditions):
 
 def test_one_choice_for_all_counts_for_every_sequence():
     layer = build(dtype=torch.float32)
-    x, condition = draw(1, torch.float32)
+    x, condition = draw((C,), torch.float32)
     _, one = layer(x, condition)
     _, each = layer(x, condition.expand(B, -1))
     assert one.counts.shape == (B, G)
@@ -151,40 +152,42 @@ def test_one_choice_for_all_counts_for_every_sequence():
 
 
 @pytest.mark.parametrize(
-    "conditions, path, dtype, executor",
+    "shape, path, dtype, executor",
     [
         (None, "cpp", torch.float32, GroupPairs),
         (None, "cpp", torch.float64, GroupsOfSequences),
         (None, "torch", torch.float32, GroupsOfSequences),
-        (B, "cpp", torch.float32, GroupPairs),
-        (1, "cpp", torch.float32, GroupsOfSequences),
-        (1, "cpp", torch.bfloat16, GroupsOfSequences),
+        ((B, C), "cpp", torch.float32, GroupPairs),
+        ((C,), "cpp", torch.float32, GroupsOfSequences),
+        ((C,), "cpp", torch.bfloat16, GroupsOfSequences),
     ],
     ids=str,
 )
-def test_what_packed_takes(conditions, path, dtype, executor):
+def test_what_packed_takes(shape, path, dtype, executor):
     if path == "cpp" and not kernels.build.load():
         pytest.skip("the C++ operators are not built")
     layer = build(dtype=dtype, executor="packed")
-    x, condition = draw(conditions, dtype)
+    x, condition = draw(shape, dtype)
     with kernels.using(path):
         taken = layer.make_executor(Call(x, layer.route(x, condition)))
     assert type(taken) is executor
 
 
 @pytest.mark.parametrize(
-    "groups, conditions, executor",
+    "groups, batch, shape, executor",
     [
-        ((1, 2), 1, GroupsOfSequences),  # slices are known to pay
-        ((1, 2), None, AllGroups),  # too few numbers
-        ((4, 0), 1, AllGroups),  # nothing to skip
+        ((1, 2), 300, (C,), GroupsOfSequences),  # slices are known to pay
+        ((1, 2), 1, None, AllGroups),  # too few numbers
+        ((4, 0), 300, (C,), AllGroups),  # nothing to skip
     ],
     ids=str,
 )
-def test_auto_without_measurements(groups, conditions, executor):
+def test_auto_without_measurements(groups, batch, shape, executor):
     layer = build(*groups, dtype=torch.float32)
-    x = torch.randn(1 if conditions is None else 300, N, C)
-    condition = None if conditions is None else torch.randn(conditions, C)
+    x = torch.randn(batch, N, C)
+    condition = None
+    if shape is not None:
+        condition = torch.randn(shape)
     assert type(layer.make_executor(Call(x, layer.route(x, condition)))) is executor
 
 

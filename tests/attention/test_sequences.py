@@ -142,36 +142,38 @@ def test_sequences_that_run_fewer_groups(triton):
         call = Call(x, routing._replace(active=active, weights=weights, count=None))
         results = []
         for executor in (GroupsOfSequences, ReferenceGroups):
-            steps = executor(layer, call._replace(x=torch.cat([x] * 25, 1)))
+            layer.executor = executor
+            steps = layer.make_executor(call._replace(x=torch.cat([x] * 25, 1)))
             results.append(steps.combine(layer.act(steps.project())))
             assert executor is ReferenceGroups or type(steps.products) is LookedUpProducts
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
-GROUPS_TAKEN = {  # tokens, dtype, whether gradients are recorded, conditions -> form of the products; None: all groups
+# Tokens, dtype, whether gradients are recorded, shape of the condition -> form of the products; None: all groups.
+GROUPS_TAKEN = {
     "inference": (128, torch.float32, False, None, LookedUpProducts),
     "inference in 16 bits": (120, torch.float16, False, None, LookedUpProducts),
-    "a condition of each": (128, torch.float32, False, 2, LookedUpProducts),
+    "a condition of each": (128, torch.float32, False, (2, C), LookedUpProducts),
     "training": (128, torch.float32, True, None, None),
     "float64": (128, torch.float64, False, None, None),
     "tiles half empty": (197, torch.float32, False, None, None),
-    "one choice": (7, torch.float32, False, 1, SlicedProducts),
-    "one choice in training": (7, torch.float32, True, 1, SlicedProducts),
-    "one choice in float64": (7, torch.float64, False, 1, SlicedProducts),
+    "one choice": (7, torch.float32, False, (C,), SlicedProducts),
+    "one choice in training": (7, torch.float32, True, (C,), SlicedProducts),
+    "one choice in float64": (7, torch.float64, False, (C,), SlicedProducts),
 }
 
 
 @pytest.mark.parametrize("case", GROUPS_TAKEN)
 def test_which_products_of_groups_a_gpu_takes(case, triton):
-    tokens, dtype, grad, conditions, products = GROUPS_TAKEN[case]
+    tokens, dtype, grad, shape, products = GROUPS_TAKEN[case]
     layer = GroupMixtureMlp(
         C, HeadBudget(4, 12, 1, 1), executor="packed", dtype=dtype, device=DEVICE
     )
     torch.nn.init.normal_(layer.router.routed.weight)
     x = torch.randn(2, tokens, C, dtype=dtype, device=DEVICE)
     condition = None
-    if conditions is not None:
-        condition = torch.randn(conditions, C, dtype=dtype, device=DEVICE)
+    if shape is not None:
+        condition = torch.randn(shape, dtype=dtype, device=DEVICE)
     with torch.set_grad_enabled(grad):
         executor = layer.make_executor(Call(x, layer.route(x, condition)))
         packed = layer(x, condition)[0]
@@ -249,7 +251,7 @@ def test_one_condition_is_one_choice_and_counts_for_all():
     """The same output and statistics as the condition repeated; weights are sliced, not gathered for each sequence."""
     layer = build((2, 2), torch.float64, scope="sample", executor="packed")
     x = torch.randn(5, 7, C, dtype=torch.float64)
-    one = torch.randn(1, C, dtype=torch.float64)
+    one = torch.randn(C, dtype=torch.float64)
     y, stats = layer(x, condition=one)
     want, repeated = layer(x, condition=one.expand(5, -1))
     torch.testing.assert_close(y, want)
@@ -267,7 +269,7 @@ def test_one_condition_asks_the_device_nothing(monkeypatch):
     """The heads of one choice are tensors throughout: no value of them decides a shape."""
     layer = build((2, 2), scope="sample", executor="packed")
     x = torch.randn(3, 7, C)
-    one = torch.randn(1, C)
+    one = torch.randn(C)
     for name in ("item", "tolist", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
     with torch.no_grad():
@@ -281,7 +283,7 @@ def test_without_operators_one_choice_skips_too():
         executor = layer.make_executor(
             Call(
                 torch.randn(3, 7, C),
-                layer.route(torch.randn(3, 7, C), condition=torch.randn(1, C))[0],
+                layer.route(torch.randn(3, 7, C), condition=torch.randn(C))[0],
             )
         )
         assert type(executor.products) is SlicedProducts

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from moh_vision.attention import measure, trial
 from moh_vision.attention.executors import measurement_table
+from moh_vision.attention.executors.measurement_table import Row
 from moh_vision.attention.kernels import build as building
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
@@ -287,9 +288,10 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
     said = capsys.readouterr().out
     assert said.count("attention measured in ") == 1 and " of 2 kinds of calls skip heads" in said
     record = written(run)
-    (training, first), (inference, _) = record["table"]["rows"].items()
-    assert training.startswith("Sequences training") and inference.startswith("Sequences inference")
-    assert first[0][2] == 8  # the batch size of the measurement
+    training, inference = (Row(*row) for row in record["table"]["rows"])
+    assert training.call.startswith("Sequences training")
+    assert inference.call.startswith("Sequences inference")
+    assert training.batch == 8  # of the measurement
     (cached,) = (tmp_path / "cache" / "measured").iterdir()
     assert json.loads(cached.read_text())["rows"] == record["table"]["rows"]
 
@@ -309,7 +311,6 @@ def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypat
     monkeypatch.setattr(measure, "STEPS", 1000)
     elastic = ["--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]"]
     train(tmp_path / "run", 1, "off", *elastic)
-    rows = written(tmp_path / "run")["table"]["rows"]
-    training = next(measurements for key, measurements in rows.items() if "training" in key)
+    rows = [Row(*row) for row in written(tmp_path / "run")["table"]["rows"]]
     # Active heads of 8: the smallest share, the middle, the largest.
-    assert [row[3] for row in training] == [4, 6, 7]
+    assert [row.active for row in rows if "training" in row.call] == [4, 6, 7]

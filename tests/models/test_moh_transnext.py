@@ -5,7 +5,8 @@ import timm
 import torch
 from torch.nn import functional as F
 
-from moh_vision.attention.executors.choice import first_that_skips
+from moh_vision.attention.executors.plan import first_that_skips
+from moh_vision.attention.executors.signature import sign
 from moh_vision.attention.routing import Call
 from moh_vision.models.foveal_attention import AggregatedPairs, CosinePairs, position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
@@ -258,7 +259,8 @@ def test_heads_are_skipped_by_cpp_in_inference(path):
     def skips(compiling=False):
         tokens = x.flatten(1, 2)
         routing, q = attn.route(tokens)
-        executor, _ = first_that_skips(attn, Call(tokens, routing, q=q), compiling)
+        mode = "compiled" if compiling else "eager"
+        executor, _ = first_that_skips(attn, sign(attn, Call(tokens, routing, q=q), mode))
         return executor is CosinePairs
 
     assert not skips()

@@ -28,8 +28,8 @@ ROUTERS = {
 CASES = {
     "self": {},
     "sample scope": dict(scope="sample"),
-    "a condition of each": dict(scope="sample", conditions=B),
-    "one condition for all": dict(scope="sample", conditions=1),
+    "a condition of each": dict(scope="sample", condition=(B, C)),
+    "one condition for all": dict(scope="sample", condition=(C,)),
     "cross": dict(contexts=B),
     "cross, one context for all": dict(contexts=1),
     "cross, fewer keys than queries": dict(contexts=B, keys=4),
@@ -99,8 +99,8 @@ def call_of(options, dtype, width=D):
         call["context"] = torch.randn(
             contexts, options.pop("keys", 9), C, dtype=dtype, requires_grad=True
         )
-    if conditions := options.pop("conditions", 0):
-        call["condition"] = torch.randn(conditions, C, dtype=dtype)
+    if condition := options.pop("condition", ()):
+        call["condition"] = torch.randn(condition, dtype=dtype)
     if options.pop("is_causal", False):
         call["is_causal"] = True
     if options.pop("padding", False):

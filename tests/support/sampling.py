@@ -1,5 +1,7 @@
 """Folders of diffusion and classification runs with random weights, and calls of sample.py."""
 
+from types import MappingProxyType
+
 import torch
 
 import moh_vision
@@ -15,14 +17,24 @@ JUDGE = "moh_vit_tiny_patch16_224"
 JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
 
 
-def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), scale=0.2, **more):
+def run_of(  # noqa: PLR0913
+    folder,
+    channels,
+    label_drop=0.1,
+    pixels=False,
+    heads=(1, 1),
+    scale=0.2,
+    routing=MappingProxyType({}),
+    **more,
+):
     """Write the ema.safetensors of a diffusion run with random weights, and return `folder`.
 
-    pixels: whether the run is of pixels and not of latents. scale: of the weights. more: further metadata of the weights.
+    pixels: whether the run is of pixels and not of latents. scale: of the weights. routing: further arguments of the model.
+    more: further metadata of the weights.
     """
     torch.manual_seed(4)
     sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[heads])
-    arguments = dict(sizes, in_chans=channels, num_classes=3)
+    arguments = dict(sizes, in_chans=channels, num_classes=3, **routing)
     model = no_longer_zero(create(NAME, "diffusion", **arguments), scale)
     config = dict(kind="diffusion", label_drop=label_drop, vae="none" if pixels else "some")
     about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=config)

@@ -15,10 +15,10 @@ These skip heads:
     Tokens          for one choice per token or sequence, in float32: the C++ operators skip products too
 
 A user names one of EXECUTORS. "packed" is the first of the last four that can run a call. A layer lists them in the order of
-trial (`skipping_executors`), each one says why it cannot run a call (`why_not`), and `choice.select_executor` picks.
+trial (`skipping_executors`), each one says why it cannot run calls with a `Signature` (`why_not`), and `plan.plan_call` picks
+one for each signature.
 """
 
-from moh_vision.attention.executors.choice import select_executor
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.in_place import InPlace
 from moh_vision.attention.executors.masked import Masked, Unfused
@@ -39,5 +39,4 @@ __all__ = [
     "Tokens",
     "Unfused",
     "WholeSequences",
-    "select_executor",
 ]

@@ -1,7 +1,10 @@
 """`Executor`, the base class of all executors."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.routing import Call
 
 
@@ -11,30 +14,30 @@ class Executor:
     Args:
         layer: a HeadMixtureAttention, whose projections are used.
         call: what the layer was called with, after routing.
+        prepared: what `prepare` made of the call's signature.
     """
 
-    def __init__(self, layer: nn.Module, call: Call):
+    def __init__(self, layer: nn.Module, call: Call, prepared: Any = None):
         self.layer = layer
         self.call = call
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        """Return why this executor cannot run a call; "" where it can.
-
-        Args:
-            layer: the layer that is called.
-            call: the call, after routing.
-            compiling: answer for a compiled call. Then only sizes and settings may decide, never the values of tensors.
-        """
+    def why_not(signature: Signature) -> str:
+        """Return why this executor cannot run calls with a signature; "" where it can."""
         return ""
 
     @staticmethod
-    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
+    def pays_up_to(signature: Signature) -> float:
         """Return the largest share of active heads with which this executor is known to be faster than all heads.
 
-        0 where nothing is known without measuring, see `known`. Arguments as in `why_not`.
+        0 where nothing is known without measuring, see `known`.
         """
         return 0.0
+
+    @staticmethod
+    def prepare(signature: Signature) -> Any:
+        """Decide what is the same in all calls with a signature; it is kept in their plan and given to the constructor."""
+        return None
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, normalised and rotated, in the layout that `attend` of this class reads."""

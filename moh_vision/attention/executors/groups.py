@@ -3,20 +3,23 @@
 The layer calls `project`, its activation on what that returns, and `combine`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.products import make_products, why_not_tiled
+from moh_vision.attention.executors.products import Products, products_of
 from moh_vision.attention.executors.reasons import (
     SLICED_IS_FASTER,
     hidden_weights,
     no_products,
+    not_tiled,
     nothing_to_skip,
-    one_choice_for_all,
 )
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.linear import cast_bias, in_float, product_dtype
 from moh_vision.attention.routing import Call
 
@@ -70,25 +73,26 @@ class ReferenceGroups(Executor):
 class GroupPairs(Executor):
     """Groups of every sequence, in float32 by the C++ operators that project and combine heads."""
 
-    def __init__(self, layer: nn.Module, call: Call):
-        super().__init__(layer, call)
+    def __init__(self, layer: nn.Module, call: Call, prepared: Any = None):
+        super().__init__(layer, call, prepared)
         B, N, _ = call.x.shape
         self.pairs = kernels.pairs_of(call.routing, B, N)
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call) or no_products(call) or hidden_weights(layer)
+    def why_not(signature: Signature) -> str:
+        s = signature
+        reason = nothing_to_skip(s) or no_products(s) or hidden_weights(s)
         if reason:
             return reason
-        if one_choice_for_all(call):
+        if s.choice == "all":
             return SLICED_IS_FASTER
-        if compiling:
+        if s.mode == "compiled":
             return "compiled, and the list of pairs has no fixed length"
         return ""
 
     @staticmethod
-    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
-        return known.share_in_float32(layer.head_dim)
+    def pays_up_to(signature: Signature) -> float:
+        return known.share_in_float32(signature.head_dim)
 
     def project(self) -> Tensor:
         """Return the hidden channels of the pairs before the activation, [P, D]."""
@@ -109,29 +113,34 @@ class GroupPairs(Executor):
 class GroupsOfSequences(Executor):
     """Groups of every sequence by products with the weights of these groups alone, in the three forms of `Sequences`."""
 
-    def __init__(self, layer: nn.Module, call: Call):
+    def __init__(self, layer: nn.Module, call: Call, prepared: type[Products]):
         # Tokens are cast once for both products.
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
-        self.products = make_products(layer, self.call, why_not_tiled(call))
+        self.products = prepared(layer, self.call)
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call) or hidden_weights(layer)
+    def why_not(signature: Signature) -> str:
+        s = signature
+        reason = nothing_to_skip(s) or hidden_weights(s)
         if reason:
             return reason
-        sliced = call.routing.active.shape[0] == 1
-        if not sliced and kernels.path(call.x.device.type) == "triton":
+        if not s.one_weight and s.path == "triton":
             # On a GPU, products with gathered weights are slower than all groups; only `LookedUpProducts` are faster.
-            reason = why_not_tiled(call)
-        if not reason and compiling and call.routing.count is None:
+            reason = not_tiled(s)
+        if not reason and s.mode == "compiled" and not s.counted:
             reason = "compiled, and the number of groups varies"
         return reason
 
     @staticmethod
-    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
+    def pays_up_to(signature: Signature) -> float:
         # Slices of weights are small beside the products that they save; the other two forms are measured first.
-        sliced_on_cpu = call.routing.active.shape[0] == 1 and call.x.device.type == "cpu"
-        return known.share_of_sliced() if sliced_on_cpu else 0.0
+        if signature.one_weight and signature.device.type == "cpu":
+            return known.share_of_sliced()
+        return 0.0
+
+    @staticmethod
+    def prepare(signature: Signature) -> type[Products]:
+        return products_of(signature, not_tiled(signature))
 
     def project(self) -> Tensor:
         """Return the hidden channels of the groups that run, before the activation: [B, N, K, D]."""

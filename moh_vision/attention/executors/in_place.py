@@ -4,8 +4,14 @@ from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.reasons import no_operator, nothing_to_skip, path_of, unlisted
-from moh_vision.attention.linear import product_dtype
+from moh_vision.attention.executors.reasons import (
+    has_products,
+    no_operator,
+    nothing_to_skip,
+    path_of,
+    unlisted,
+)
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.routing import Call
 
 
@@ -16,17 +22,17 @@ class InPlace(Executor):
     """
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call) or no_operator(layer, call)
-        if reason or path_of(layer, call) == "triton":
+    def why_not(signature: Signature) -> str:
+        reason = nothing_to_skip(signature) or no_operator(signature)
+        if reason or path_of(signature) == "triton":
             return reason
-        if kernels.native(call.x.device, product_dtype(call.x)):
+        if has_products(signature):
             return "in float32 the C++ operators leave out products too"
-        return unlisted(call, compiling)
+        return unlisted(signature)
 
     @staticmethod
-    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
-        return 1.0 if path_of(layer, call) == "cpp" else 0.0
+    def pays_up_to(signature: Signature) -> float:
+        return 1.0 if path_of(signature) == "cpp" else 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, H, N, D], k and v [B, G, M, D]. If they are views of one product, `attend` reads that instead."""

@@ -4,7 +4,8 @@ It follows from measurements with torch 2.14 on two cores of each processor belo
 own machine.
 
     float32, AMD Zen 5      With AVX-512 and with AVX2: faster up to 11 of 12 heads, forward and in training. torch calls
-                            MKL, which on AMD reaches about half of the speed of the operators with AVX-512.
+                            MKL, which on AMD reaches about half of the speed of the operators with AVX-512. Older AMDs
+                            were not measured, and take the rule of Intel.
     float32, Intel          With AVX-512: 10 of 12 heads take as long as all heads. With heads of width 72, which is no
                             multiple of the vector length, 12 of 16 heads are slower than all heads.
     16 bits                 On processors with AVX512-BF16, `InPlace` is faster up to 11 of 12 heads. It differs from
@@ -13,11 +14,11 @@ own machine.
                             tokens, but slower with 7 of 8 heads for 128 tokens.
 """
 
+import re
 from functools import lru_cache
+from pathlib import Path
 
 import torch
-
-from moh_vision.attention.executors.measurement_table import processor
 
 SMALLEST_QUERIES = 25_000  # elements in the queries of all heads (B * N * H * D); calls with fewer compute all heads
 MOST = 0.9  # largest share of active heads with which skipping is faster
@@ -30,7 +31,7 @@ SHORT = 197
 @torch.compiler.assume_constant_result  # the processor does not change, and torch.compile need not trace its detection
 def share_in_float32(head_dim: int) -> float:
     """Return the largest share of active heads with which the float32 operators are known to be faster than all heads."""
-    if _is_amd():
+    if _is_zen5():
         return 1.0
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and head_dim % VECTOR:
         return MOST_OF_UNEVEN_WIDTHS
@@ -51,8 +52,15 @@ def share_of_gathered(tokens: int) -> float:
 
 
 @lru_cache
-def _is_amd() -> bool:
-    return "AMD" in processor()
+def _is_zen5() -> bool:
+    """Return whether the processor is an AMD of family 26."""
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return False
+    text = info.read_text()
+    return (
+        "AuthenticAMD" in text and re.search(r"^cpu family\s*: 26$", text, re.MULTILINE) is not None
+    )
 
 
 def rule(share: float) -> str:

@@ -9,46 +9,65 @@ import logging
 import os
 import platform
 import re
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.kernels.build import path
 from moh_vision.common.io import cache_folder, write_whole
 
 log = logging.getLogger("moh_vision.attention")
 
 VARIABLE = "MOH_VISION_MEASURE"
-# Keys are the words of `choice.key_of`. A row is [tokens, keys, batch, active heads, faster executor, ratio]. The ratio is
-# the time of skipping heads over the time of all heads, or None where skipping failed.
-Rows = dict[str, list[list]]
+
+
+class Row(NamedTuple):
+    """One measurement: which executor is faster in calls of one kind and size. Also an entry of the record, as a list."""
+
+    call: str  # the words of `signature.words`
+    tokens: int
+    keys: int
+    batch: int
+    active: int  # heads that run
+    taken: str  # name of the faster executor
+    ratio: float | None  # time of skipping heads over the time of all heads; None: skipping failed
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, N, M and K."""
+        return self.batch, self.tokens, self.keys, self.active
+
+    def holds_for(self, signature: Signature) -> bool:
+        """Return whether the row decides a call of its kind: the same tokens and keys, no more sequences and heads."""
+        s = signature
+        same_length = self.tokens == s.tokens and self.keys == s.keys
+        return same_length and s.batch <= self.batch and s.active <= self.active
 
 
 class MeasurementTable:
     """Rows that were measured on this device.
 
     Args:
-        rows: the rows; None: an empty table.
+        rows: the rows.
     """
 
-    def __init__(self, rows: Rows | None = None):
-        self.rows: Rows = rows or {}
+    def __init__(self, rows: Iterable[Row] = ()):
+        self.by_call: dict[str, list[Row]] = {}
+        self.add(rows)
 
     @classmethod
     def from_record(cls, record: dict) -> Self:
         """Return the table that `as_record` wrote; an empty one from {}.
 
         Raises:
-            ValueError: for malformed rows, and for rows of Triton's kernels that were measured on another GPU.
+            ValueError: for malformed rows, and for rows of a GPU that were measured on another one.
         """
-        rows = checked(record.get("rows", {}))
-        on_gpu = any(
-            " cuda " in key and row[4] == "InPlace"
-            for key, of_calls in rows.items()
-            for row in of_calls
-        )
+        rows = checked(record.get("rows", []))
+        on_gpu = any(" cuda " in row.call for row in rows)
         if on_gpu and record.get("device") != device_name():
             raise ValueError(f"measured on {record.get('device')}, this is {device_name()}")
         return cls(rows)
@@ -65,21 +84,32 @@ class MeasurementTable:
             log.warning(f"{file} is ignored ({error!r})")
             return cls()
 
+    @property
+    def rows(self) -> list[Row]:
+        """All rows."""
+        return [row for rows in self.by_call.values() for row in rows]
+
     def as_record(self) -> dict:
         """Return dict(device, rows), which the user's cache and attention.json of a run keep as JSON."""
-        return dict(device=device_name(), rows=self.rows)
+        return dict(device=device_name(), rows=[list(row) for row in self.rows])
 
-    def add(self, rows: Rows) -> None:
+    def find(self, call: str, sizes: tuple[int, int, int, int]) -> Row | None:
+        """Return the row that was measured for calls of a kind with sizes B, N, M, K; None if there is none."""
+        for row in self.by_call.get(call, ()):
+            if row.sizes == sizes:
+                return row
+        return None
+
+    def add(self, rows: Iterable[Row]) -> None:
         """Add rows; a new row replaces an old one of the same sizes.
 
-        Rows are sorted by active heads, then by batch: `auto` takes the first row that is large enough for a call.
+        Rows of a call are sorted by active heads, then by batch: `auto` takes the first row that is large enough for a call.
         """
-        merged = {}
-        for key in [*self.rows, *rows]:
-            by_sizes = {tuple(row[:4]): row for row in self.rows.get(key, ())}
-            by_sizes.update({tuple(row[:4]): row for row in rows.get(key, ())})
-            merged[key] = sorted(by_sizes.values(), key=lambda row: (row[3], row[2]))
-        self.rows = merged
+        for row in rows:
+            others = [other for other in self.by_call.get(row.call, ()) if other.sizes != row.sizes]
+            others.append(row)
+            self.by_call[row.call] = sorted(others, key=lambda row: (row.active, row.batch))
+        _new_generation()
 
     def save(self) -> None:
         """Add the rows to the user's cache; warn if it cannot be written."""
@@ -94,6 +124,18 @@ class MeasurementTable:
 
 
 _current: MeasurementTable | None = None  # the table of this process; None: not yet read
+_generation = 0
+_unmeasured: set[str] = set()  # since the table was set
+
+
+def generation() -> int:
+    """Return a number that changes whenever a table does, so that plans made with another one are dropped."""
+    return _generation
+
+
+def _new_generation() -> None:
+    global _generation
+    _generation += 1
 
 
 def current_table() -> MeasurementTable:
@@ -110,16 +152,29 @@ def current_table() -> MeasurementTable:
 def use_table(record: dict | None) -> None:
     """Set the table of this process from a record, see `MeasurementTable.from_record`. None: use the user's cache again."""
     global _current
+    _unmeasured.clear()
     if record is None:
         _current = None
+        _new_generation()
     else:
         _current = MeasurementTable.from_record(record)
 
 
 @torch.compiler.assume_constant_result  # a compiled model keeps the table that it was compiled with
-def look_up(key: tuple[str, ...]) -> tuple[tuple, ...]:
-    """Return the rows that the table of this process has for a key of `choice.key_of`."""
-    return tuple(map(tuple, current_table().rows.get(" ".join(key), ())))
+def look_up(call: str) -> tuple[Row, ...]:
+    """Return the rows that the table of this process has for calls of a kind, see `signature.words`."""
+    return tuple(current_table().by_call.get(call, ()))
+
+
+@torch.compiler.assume_constant_result
+def note_unmeasured(call: str) -> None:
+    """Keep the words of a call that could skip heads and has no row in the table of this process."""
+    _unmeasured.add(call)
+
+
+def unmeasured() -> list[str]:
+    """Return the words of all calls that could have skipped heads, but had no row, since the table was set."""
+    return sorted(_unmeasured)
 
 
 def measuring_is_off() -> bool:
@@ -132,15 +187,16 @@ def measuring_is_off() -> bool:
     return wish == "off" or torch.are_deterministic_algorithms_enabled()
 
 
-def checked(rows: object) -> Rows:
-    """Return `rows` unchanged; raise ValueError if they are not of the form of `Rows`."""
+def checked(rows: object) -> list[Row]:
+    """Return rows as read from JSON as a list of `Row`; raise ValueError if they are not of that form."""
+    form = (str, int, int, int, int, str)
     try:
-        forms = {(len(row), *map(type, row[:5])) for of_calls in rows.values() for row in of_calls}
-    except (AttributeError, TypeError, LookupError):
-        forms = {("not rows",)}
-    if forms - {(6, int, int, int, int, str)}:
-        raise ValueError("rows of the table of auto are four numbers, a name and a ratio")
-    return rows
+        found = [Row(*row) for row in rows]
+    except TypeError:
+        found = [None]
+    if any(row is None or tuple(map(type, row[:6])) != form for row in found):
+        raise ValueError("rows of the table of auto are a call, four numbers, a name and a ratio")
+    return found
 
 
 def cache_file() -> Path:

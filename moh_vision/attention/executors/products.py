@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import kernels
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.linear import cast_bias, in_float, without_autocast
 from moh_vision.attention.routing import Call, Routing
 
@@ -121,25 +122,6 @@ class LookedUpProducts:
         return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan, self.weighed)
 
 
-def why_not_looked_up(layer: nn.Module, call: Call) -> str:
-    """Return why `LookedUpProducts` cannot run attention on a GPU or would be slower than all heads, else ""."""
-    at_once = call.context is None and layer.projects_at_once()
-    if kernels.looks_up_heads(call.x) and not at_once:
-        return "queries, keys and values are not one product"
-    return why_not_tiled(call)
-
-
-def why_not_tiled(call: Call) -> str:
-    """Return why products of looked-up rows cannot take a call's tokens or would be slower than those of all rows, else ""."""
-    if not kernels.looks_up_heads(call.x):
-        return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
-    if not kernels.fills_tiles(call.x.shape[1]):
-        return (
-            "tiles of 128 tokens would be half empty, and products with the whole weight are faster"
-        )
-    return ""
-
-
 class GatheredProducts:
     """For any device: PyTorch gathers the weights of each sequence's heads, and multiplies batch by batch.
 
@@ -228,21 +210,21 @@ def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
     return chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
 
 
-def make_products(
-    layer: nn.Module, call: Call, not_looked_up: str
-) -> SlicedProducts | LookedUpProducts | GatheredProducts:
-    """Make the products of a call.
+Products = SlicedProducts | LookedUpProducts | GatheredProducts
+
+
+def products_of(signature: Signature, not_looked_up: str) -> type[Products]:
+    """Return the class of the products of calls with a signature.
 
     Args:
-        layer: the layer whose weights are used.
-        call: the call, its tokens in the dtype of products.
-        not_looked_up: why `LookedUpProducts` cannot run the call; "" where they can.
+        signature: of the calls.
+        not_looked_up: why `LookedUpProducts` cannot run them; "" where they can.
     """
-    if call.routing.active.shape[0] == 1:
-        return SlicedProducts(layer, call)
+    if signature.one_weight:
+        return SlicedProducts
     if not not_looked_up:
-        return LookedUpProducts(layer, call)
-    return GatheredProducts(layer, call)
+        return LookedUpProducts
+    return GatheredProducts
 
 
 def alike(active: Tensor) -> bool:

@@ -1,88 +1,107 @@
-"""Checks that several executors share in `Executor.why_not`: each returns the reason why a call cannot run, or ""."""
+"""Checks that several executors share in `Executor.why_not`: each returns why a call cannot run, or ""."""
 
 import torch
-from torch import nn
 
 from moh_vision.attention import kernels
-from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.linear import plain, product_dtype
-from moh_vision.attention.routing import Call
+from moh_vision.attention.executors.signature import Signature
+from moh_vision.attention.kernels.contract import DTYPES
 
-# Said by executors that compute lists of pairs, see `one_choice_for_all`.
+# Said by executors that compute lists of pairs.
 SLICED_IS_FASTER = (
     "one choice serves all sequences, which plain products by a smaller weight do faster"
 )
 
 
-def nothing_to_skip(layer: nn.Module, call: Call) -> str:
+def nothing_to_skip(signature: Signature) -> str:
     """Return why no executor can skip heads of a call."""
-    if call.routing.active is None:
+    s = signature
+    if s.all_heads:
         return "every head may run"
-    if call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
+    if 0 in (s.batch, s.tokens, s.keys, s.dim):
         return "there are no tokens"
-    cache = call.cache
-    if cache is None:
-        return ""
-    if call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache):
+    # A prompt in inference is not refused: each of its tokens runs its own heads, and the cache gets the keys of all heads.
+    cached = s.cache == "tokens" and (s.tokens == 1 or s.trains)
+    if cached or s.cache == "context":
         return "the keys of all heads are cached"
-    # A prompt in inference: each of its tokens runs its own heads, and the cache still gets the keys of all heads.
     return ""
 
 
-def not_whole_heads(layer: nn.Module, call: Call) -> str:
+def not_whole_heads(signature: Signature) -> str:
     """Return why heads cannot be left out of whole sequences, keys and values included."""
-    if call.routing.active.shape[1] != 1:
+    s = signature
+    if s.choice == "token":
         return "needs heads that are chosen per sequence"
-    if call.cache is not None or layer.grouped:
+    if s.cache or s.kv_heads < s.heads:
         return "keys are cached, or shared by groups of heads"
-    return hidden_weights(layer)
+    return hidden_weights(s)
 
 
-def hidden_weights(layer: nn.Module) -> str:
-    """Return why the projections of a layer must be called as modules, so that their weights may not be read."""
-    for module in layer.projections:
-        if not plain(module):
-            return "the projections carry hooks or are not plain linear layers"
-    return ""
+def hidden_weights(signature: Signature) -> str:
+    """Return why the weights of the projections may not be read."""
+    if signature.readable:
+        return ""
+    return "the projections carry hooks or are not plain linear layers"
 
 
-def no_operator(layer: nn.Module, call: Call) -> str:
+def no_operator(signature: Signature) -> str:
     """Return why neither C++ nor Triton has an operator for the attention of a call."""
-    if path_of(layer, call) != "torch":
+    if path_of(signature) != "torch":
         return ""
     reason = "dropout"
-    if not call.dropout_p:
-        reason = kernels.about(call.x.device.type)
+    if not signature.dropout:
+        reason = kernels.about(signature.device.type)
     return f"no compiled operator runs the call ({reason})"
 
 
-def no_products(call: Call) -> str:
+def no_products(signature: Signature) -> str:
     """Return why the C++ operators that skip products (`project`, `attend`, `combine`) cannot run a call."""
-    if kernels.native(call.x.device, product_dtype(call.x)):
+    if has_products(signature):
         return ""
     return "no C++ operator projects such numbers"
 
 
-def unlisted(call: Call, compiling: bool) -> str:
+def has_products(signature: Signature) -> bool:
+    """Return whether the C++ operators that skip products have the device and dtype of a call."""
+    s = signature
+    in_cpp = s.device.type == "cpu" and s.path == "cpp" and s.mode != "traced"
+    return in_cpp and s.dtype == torch.float32
+
+
+def unlisted(signature: Signature) -> str:
     """Return why the pairs of a call cannot be listed on a CPU. Under torch.compile only a router's operator lists them."""
-    if compiling and call.routing.pairs is None:
+    if signature.mode == "compiled" and not signature.listed:
         return "compiled, and the list of pairs has no fixed length"
     return ""
 
 
-def path_of(layer: nn.Module, call: Call) -> str:
+def path_of(signature: Signature) -> str:
     """Return the path that runs the attention of a call: "cpp", "triton" or "torch"."""
-    dtype = product_dtype(call.x)
-    return kernels.attend_path(call.x.device, dtype, layer.head_dim, call.attn_mask, call.dropout_p)
+    s = signature
+    learned = s.mask is not None and s.mask.learned and s.gradients
+    return kernels.attend_path(s.device, s.dtype, s.head_dim, s.dropout or learned)
 
 
-def one_choice_for_all(call: Call) -> bool:
-    """Return whether one choice of heads serves all sequences of a call."""
-    return call.routing.active.shape[0] < call.x.shape[0]
+def not_tiled(signature: Signature) -> str:
+    """Return why products of looked-up rows cannot take a call's tokens or would be slower than those of all rows."""
+    if not looks_up_heads(signature):
+        return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
+    if not kernels.fills_tiles(signature.tokens):
+        return (
+            "tiles of 128 tokens would be half empty, and products with the whole weight are faster"
+        )
+    return ""
 
 
-def trains(layer: nn.Module) -> bool:
-    """Return whether a call of a layer belongs to training."""
-    # is_grad_enabled alone would not do: reentrant checkpointing runs forward once without and once with gradients, and the
-    # same executor must run both times, so that dropout is the same.
-    return layer.training or torch.is_grad_enabled()
+def not_looked_up(signature: Signature) -> str:
+    """Return why `LookedUpProducts` cannot run attention on a GPU or would be slower than all heads."""
+    at_once = signature.at_once and not signature.context
+    if looks_up_heads(signature) and not at_once:
+        return "queries, keys and values are not one product"
+    return not_tiled(signature)
+
+
+def looks_up_heads(signature: Signature) -> bool:
+    """Return whether Triton's products that look up the rows of each sequence's heads, without gradients, have a call."""
+    s = signature
+    on_gpu = s.path == "triton" and s.mode != "traced"
+    return on_gpu and s.dtype in DTYPES and not s.gradients

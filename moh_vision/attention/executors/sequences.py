@@ -1,20 +1,30 @@
 """`Sequences` skips whole heads, keys and values included, where heads are chosen once for a sequence."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.known import share_of_gathered
 from moh_vision.attention.executors.masked import attend
-from moh_vision.attention.executors.products import make_products, why_not_looked_up
+from moh_vision.attention.executors.products import Products, products_of
 from moh_vision.attention.executors.reasons import (
+    not_looked_up,
     not_whole_heads,
     nothing_to_skip,
-    one_choice_for_all,
     path_of,
 )
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.linear import cast_bias, product_dtype
 from moh_vision.attention.routing import Call
+
+
+class PreparedSequences(NamedTuple):
+    """What is the same in all calls of `Sequences` with one signature."""
+
+    products: type[Products]
+    in_cpp: bool  # whether the C++ operator attends
 
 
 class Sequences(Executor):
@@ -24,28 +34,36 @@ class Sequences(Executor):
     sequences, `LookedUpProducts` on a GPU in inference, `GatheredProducts` elsewhere.
     """
 
-    def __init__(self, layer: nn.Module, call: Call):
+    def __init__(self, layer: nn.Module, call: Call, prepared: PreparedSequences):
         # Tokens are cast once for all products.
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
-        self.products = make_products(layer, self.call, why_not_looked_up(layer, call))
+        self.products = prepared.products(layer, self.call)
+        self.in_cpp = prepared.in_cpp
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call) or not_whole_heads(layer, call)
+    def why_not(signature: Signature) -> str:
+        s = signature
+        reason = nothing_to_skip(s) or not_whole_heads(s)
         if reason:
             return reason
-        if not one_choice_for_all(call) and path_of(layer, call) == "triton":
+        if s.choice != "all" and path_of(s) == "triton":
             # On a GPU, products with gathered weights are slower than all heads; only `LookedUpProducts` are faster.
-            reason = why_not_looked_up(layer, call)
-        if not reason and compiling and call.routing.count is None:
+            reason = not_looked_up(s)
+        if not reason and s.mode == "compiled" and not s.counted:
             reason = "compiled, and the number of heads varies"
         return reason
 
     @staticmethod
-    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
-        if compiling or path_of(layer, call) != "cpp":
+    def pays_up_to(signature: Signature) -> float:
+        if signature.mode == "compiled" or path_of(signature) != "cpp":
             return 0.0
-        return share_of_gathered(call.x.shape[1])
+        return share_of_gathered(signature.tokens)
+
+    @staticmethod
+    def prepare(signature: Signature) -> PreparedSequences:
+        products = products_of(signature, not_looked_up(signature))
+        # With 4,096 tokens in bfloat16 `attend_all` takes half of the time of PyTorch's attention.
+        return PreparedSequences(products, in_cpp=path_of(signature) == "cpp")
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, K, N, D], k and v [B, K, M, D]."""
@@ -68,8 +86,7 @@ class Sequences(Executor):
             heads = self.products.heads.long().expand(B, -1)[:, :, None, None]
             mask = mask.expand(B, -1, -1, -1)
             mask = mask.gather(1, heads.expand(-1, -1, *mask.shape[2:]))
-        # With 4,096 tokens in bfloat16 `attend_all` takes half of the time of PyTorch's attention.
-        if kernels.attend_path(q.device, q.dtype, q.shape[-1], mask, call.dropout_p) == "cpp":
+        if self.in_cpp:
             return kernels.attend_all(q, k, v, call.is_causal, mask)
         return attend(q, k, v, mask, call.is_causal, call.dropout_p)
 

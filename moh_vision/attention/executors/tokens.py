@@ -1,5 +1,7 @@
 """`Tokens` computes only the (head, sequence, token) pairs that run, in C++, where heads are chosen per token."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +15,7 @@ from moh_vision.attention.executors.reasons import (
     nothing_to_skip,
     unlisted,
 )
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.linear import in_float
 from moh_vision.attention.routing import Call, Pairs
 
@@ -23,24 +26,24 @@ class Tokens(Executor):
     Keys and values are computed for all tokens and heads: the tokens that do run a head attend to all of them.
     """
 
-    def __init__(self, layer: nn.Module, call: Call):
-        super().__init__(layer, call)
+    def __init__(self, layer: nn.Module, call: Call, prepared: Any = None):
+        super().__init__(layer, call, prepared)
         B, N, _ = call.x.shape
         self.pairs = kernels.pairs_of(call.routing, B, N)
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
+    def why_not(signature: Signature) -> str:
         return (
-            nothing_to_skip(layer, call)
-            or no_operator(layer, call)
-            or no_products(call)
-            or hidden_weights(layer)
-            or unlisted(call, compiling)
+            nothing_to_skip(signature)
+            or no_operator(signature)
+            or no_products(signature)
+            or hidden_weights(signature)
+            or unlisted(signature)
         )
 
     @staticmethod
-    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
-        return share_in_float32(layer.head_dim)
+    def pays_up_to(signature: Signature) -> float:
+        return share_in_float32(signature.head_dim)
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [P, D] of the pairs, k and v [B, G, M, D] of all heads."""

@@ -1,43 +1,43 @@
 """`WholeSequences` skips whole heads, keys and values included, in C++, where heads are chosen once for a sequence."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moh_vision.attention import kernels
-from moh_vision.attention.executors.products import why_not_looked_up
 from moh_vision.attention.executors.reasons import (
     SLICED_IS_FASTER,
     no_operator,
     no_products,
+    not_looked_up,
     not_whole_heads,
     nothing_to_skip,
-    one_choice_for_all,
     path_of,
 )
+from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.executors.tokens import Tokens, of_pairs
-from moh_vision.attention.routing import Call
 
 
 class WholeSequences(Tokens):
     """Computes the pairs of `Tokens`, and keys and values of the X (head, sequence) pairs that run alone: [1, X, M, D]."""
 
     @staticmethod
-    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call) or not_whole_heads(layer, call)
+    def why_not(signature: Signature) -> str:
+        s = signature
+        reason = nothing_to_skip(s) or not_whole_heads(s)
         if reason:
             return reason
-        if one_choice_for_all(call):
+        if s.choice == "all":
             return SLICED_IS_FASTER
-        path = path_of(layer, call)
+        path = path_of(s)
         if path == "triton":
             # C++ runs nothing on a GPU. In the table of `measure`, the reason why `Sequences` cannot run is of more use.
-            return why_not_looked_up(layer, call) or no_products(call)
+            return not_looked_up(s) or no_products(s)
         if path == "torch":
-            return no_operator(layer, call)
-        reason = no_products(call)
+            return no_operator(s)
+        reason = no_products(s)
         if reason:
             return reason
-        if call.q is not None or compiling:
+        if s.queries or s.mode == "compiled":
             return "compiled, or the router has projected the queries"
         return ""
 

@@ -51,23 +51,16 @@ def _has_products(dtype: torch.dtype) -> bool:
 
 
 def attend_path(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    device: torch.device, dtype: torch.dtype, head_dim: int, only_torch: bool = False
 ) -> str:
     """Return the path whose operator computes attention for pairs: "cpp", "triton", or "torch" if no operator can.
-
-    Neither operator has dropout, or a gradient of the mask.
 
     Args:
         device, dtype: device and dtype of the products.
         head_dim: D.
-        mask, dropout_p: see `Call`.
+        only_torch: whether the call has dropout or wants a gradient of its mask, which neither operator has.
     """
-    learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    if dropout_p == 0 and not learned:
+    if not only_torch:
         if native(device, dtype):
             return "cpp"
         if dtype in (torch.bfloat16, torch.float16) and _in_cpp(device) and _has_products(dtype):
@@ -160,15 +153,6 @@ def _with_rows(mask: Tensor | None, keys: int) -> Tensor | None:
     if mask.stride(-1) != 1:
         mask = mask.clone(memory_format=torch.contiguous_format)
     return mask
-
-
-def looks_up_heads(x: Tensor) -> bool:
-    """Return whether `project_heads`, `project_groups` and `combine_heads` can be used for tokens x.
-
-    They multiply each sequence by the weights of the heads that it runs, in Triton and without gradients.
-    """
-    on_gpu = path(x.device.type) == "triton" and not is_traced(x)
-    return on_gpu and product_dtype(x) in DTYPES and not torch.is_grad_enabled()
 
 
 def fills_tiles(tokens: int) -> bool:

@@ -8,7 +8,7 @@ from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
-from moh_vision.attention.routing import RoutingStats
+from moh_vision.attention.routing import Routing, RoutingStats, expand_stats
 
 # A leaf while fx traces; `wrap` is needed in every module that calls the function.
 torch.fx.wrap("gate_logits")
@@ -104,6 +104,35 @@ def masked_mean(x: Tensor, padding_mask: Tensor | None) -> Tensor:
     if x.dim() == 4:
         real = real.unsqueeze(1)  # [B, 1, N, 1], for all heads
     return (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+
+
+def route_sequences(
+    router: nn.Module,
+    x: Tensor,
+    condition: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    q: Tensor | None = None,
+) -> Routing:
+    """Call a router once for each sequence of x [B, N, C], or once for all.
+
+    Args:
+        router: any router.
+        x: the tokens, of which the router reads the mean if there is no condition.
+        condition: [B, C], read instead of the mean token; or [C]: one choice for all sequences.
+        padding_mask: [B, N], True at padding, which is left out of the mean.
+        q: mean queries [B, H, 1, D], for a router that reads queries.
+    """
+    if condition is None:
+        return router(masked_mean(x, padding_mask), q)._replace(choice="sequence")
+    if condition.dim() == 1:
+        routing = router(condition.view(1, 1, -1), q)
+        return routing._replace(stats=expand_stats(routing.stats, x.shape[0]), choice="all")
+    if condition.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"condition of shape {tuple(condition.shape)} for {x.shape[0]} sequences: give one vector for each "
+            f"sequence, or a single vector of shape ({condition.shape[1]},) for one choice that serves all of them"
+        )
+    return router(condition.unsqueeze(1), q)._replace(choice="sequence")
 
 
 def causal_mean(

@@ -129,7 +129,8 @@ class MAERouter(nn.Module):
     ) -> Routing:
         """Route x [B, N, C]; padding_mask [B, N] is True at padding. Weights are [B, 1, H], for causal pools [B, N, H]."""
         if self.pool == "sequence":
-            return self._choose(masked_mean(x, padding_mask), None)  # [B, 1, C]
+            routing = self._choose(masked_mean(x, padding_mask), None)  # [B, 1, C]
+            return routing._replace(choice="sequence")
         means, _ = causal_mean(x, self.window, padding_mask, None)  # [B, N, C]
         return self._choose(means, padding_mask)
 

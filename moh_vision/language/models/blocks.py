@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +98,8 @@ class ExpertBiasAttention(HeadMixtureAttention):
         super().__init__(dim, budget, router, proj_bias=False, **kwargs)
         self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
 
-    def make_executor(self, call: Call) -> Executor:
-        executor = super().make_executor(call)
+    def make_executor(self, call: Call, *more: Any) -> Executor:
+        executor = super().make_executor(call, *more)
         combine = executor.combine
 
         def with_biases(o: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+"""`plan_call` decides which executor runs a call, once for all calls with the same signature.
+
+"auto" skips heads only where that is known to be faster.
+"""
+
+import logging
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moh_vision.attention.executors import measurement_table
+from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.known import SMALLEST_QUERIES, rule
+from moh_vision.attention.executors.signature import Signature, sign, words
+from moh_vision.attention.linear import is_traced
+from moh_vision.attention.routing import Call
+
+log = logging.getLogger("moh_vision.attention")
+
+MOST_PLANS = 1024  # plans that a layer keeps; texts of every length have a signature each
+
+
+class Plan(NamedTuple):
+    """How calls of a signature are computed."""
+
+    executor: type[Executor]
+    prepared: Any = None  # what `Executor.prepare` made
+    reason: str = ""  # why "auto" takes this executor, or why no heads are skipped
+
+
+def plan_call(layer: nn.Module, call: Call) -> Plan:
+    """Return the plan of a call of a layer, made at the first call of its signature.
+
+    `layer.executor` is a name in EXECUTORS, or the class itself.
+    """
+    wanted = layer.executor
+    if not isinstance(wanted, str):
+        return Plan(wanted, wanted.prepare(sign(layer, call)))
+    if not layer.fused_attn:
+        return Plan(layer.unfused_executor)
+    if wanted == "reference":
+        return Plan(layer.reference_executor)
+    if wanted == "masked" or is_traced(call.x):
+        return Plan(layer.all_heads_executor)
+    signature = sign(layer, call)
+    if (
+        signature.mode == "compiled"
+    ):  # a compiled model keeps what was planned while it was compiled
+        return make_plan(layer, signature)
+    plans = layer.plans
+    conditions = (wanted, measurement_table.generation())
+    if plans.conditions != conditions or len(plans) > MOST_PLANS:
+        plans.clear()
+        plans.conditions = conditions
+    plan = plans.get(signature)
+    if plan is None:
+        plan = plans[signature] = make_plan(layer, signature)
+    return plan
+
+
+class Plans(dict):
+    """The plans of a layer by signature. They hold for one executor's name and one state of the measurement table."""
+
+    conditions: tuple[str, int] | None = None
+
+
+def make_plan(layer: nn.Module, signature: Signature) -> Plan:
+    """Choose the executor of calls with a signature, for a layer whose executor is "auto" or "packed"."""
+    executor, reason = first_that_skips(layer, signature)
+    if layer.executor == "auto":
+        if executor is not layer.all_heads_executor:
+            executor, reason = faster(layer, signature, executor)
+        announce(executor.__name__, reason)
+    return Plan(executor, executor.prepare(signature), reason)
+
+
+def first_that_skips(layer: nn.Module, signature: Signature) -> tuple[type[Executor], str]:
+    """Return the first of the layer's executors that can skip heads of a call, and "" as the reason.
+
+    If none can, return the executor of all heads, and the reason why the last one tried cannot.
+
+    Args:
+        layer: has `skipping_executors`.
+        signature: of the call.
+    """
+    reason = ""
+    for executor in layer.skipping_executors:
+        reason = executor.why_not(signature)
+        if not reason:
+            return executor, ""
+    return layer.all_heads_executor, reason
+
+
+def faster(
+    layer: nn.Module, signature: Signature, executor: type[Executor]
+) -> tuple[type[Executor], str]:
+    """Return the faster of `executor`, which skips heads, and the layer's executor of all heads; and the reason.
+
+    The measurement table decides, if it has a row for the call; else the rule of `known`.
+    """
+    s = signature
+    call = words(s, executor)
+    if not s.cache:
+        for row in measurement_table.look_up(call):
+            if row.holds_for(s):
+                if row.taken != executor.__name__:
+                    executor = layer.all_heads_executor
+                return executor, "measured on this machine"
+    if s.mode == "eager":  # a compiler may not know the sizes
+        call += f", {s.batch} x {s.tokens} tokens"
+    if s.active < s.heads:
+        measurement_table.note_unmeasured(call)
+    share = executor.pays_up_to(s)
+    if share == 0:
+        return layer.all_heads_executor, "not measured on this machine, see moh_vision.measure"
+    if s.batch * s.tokens * s.heads * s.head_dim < SMALLEST_QUERIES or s.active / s.heads > share:
+        executor = layer.all_heads_executor
+    return executor, rule(share)
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls this while it traces, not when the compiled code runs
+def announce(picked: str, reason: str) -> None:
+    """Log a decision the first time that it is made, at level INFO under "moh_vision.attention"."""
+    if log.isEnabledFor(logging.INFO):
+        say(picked, reason)
+
+
+@lru_cache(maxsize=256)
+def say(picked: str, reason: str) -> None:
+    log.info("auto picked %s: %s", picked, reason)

@@ -1,0 +1,184 @@
+"""`Signature`: all that decides which executor runs a call, as a value without tensors."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from moh_vision.attention import kernels
+from moh_vision.attention.cache import ContextCache
+from moh_vision.attention.linear import is_traced, plain, product_dtype
+from moh_vision.attention.routing import Call
+
+
+class MaskForm(NamedTuple):
+    """What an executor may ask of an attention mask."""
+
+    dtype: torch.dtype
+    axes: str  # the dimensions along which the mask differs, of "BHN"; it always has one column for each key
+    learned: bool  # whether it requires a gradient
+
+
+class Signature(NamedTuple):
+    """Device, layer, sizes, routing, options and mode of one call. Calls with equal signatures have the same executor."""
+
+    # The device.
+    device: torch.device
+    path: str  # of the operators: "cpp", "triton" or "torch"
+    # The layer.
+    layer: type[nn.Module]
+    router: type[nn.Module]
+    scope: str
+    variant: str
+    heads: int
+    head_dim: int
+    kv_heads: int
+    dim: int
+    readable: bool  # False: the projections must be called as modules, so that their weights may not be read
+    at_once: bool  # whether one product gives queries, keys and values
+    # Sizes.
+    batch: int
+    tokens: int
+    keys: int  # number of tokens that keys and values come from, without cached ones
+    active: int  # K, the largest number of heads that a token may run
+    # Routing.
+    choice: str  # see `Routing.choice`
+    all_heads: bool  # True: every head may run for any token, so there is nothing to skip
+    counted: bool  # whether every token runs just K heads
+    listed: bool  # whether the router listed the pairs
+    # Options of the call.
+    given: torch.dtype  # of the tokens
+    dtype: torch.dtype  # of the products
+    mask: MaskForm | None
+    is_causal: bool
+    rotary: bool
+    queries: bool  # whether the router read the queries, so that they are projected already
+    context: bool  # whether keys and values come from other tokens
+    cache: str  # "": none; "tokens": of the tokens before; "context": of a context
+    dropout: bool
+    # The mode.
+    training: bool  # whether the layer is in training mode
+    gradients: bool  # whether gradients are recorded
+    mode: str  # "eager", "compiled", or "traced": exported, or without values for another reason
+
+    @property
+    def one_weight(self) -> bool:
+        """Whether all sequences are multiplied by the weights of the same heads."""
+        return self.choice == "all" or (self.choice == "sequence" and self.batch == 1)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the call belongs to training.
+
+        `gradients` alone would not do: reentrant checkpointing runs forward once without and once with gradients, and the
+        same executor must run both times, so that dropout is the same.
+        """
+        return self.training or self.gradients
+
+
+def sign(layer: nn.Module, call: Call, mode: str | None = None) -> Signature:
+    """Return the signature of a call of a routed layer, after routing.
+
+    Args:
+        layer: the layer that is called.
+        call: the call.
+        mode: see `Signature.mode`; None: the present one.
+    """
+    x = call.x
+    routing = call.routing
+    batch, tokens, _ = x.shape
+    keys = tokens
+    if call.context is not None:
+        keys = call.context.shape[1]
+    active = routing.count
+    if active is None:
+        active = layer.budget.active
+    return Signature(
+        device=x.device,
+        path=kernels.path(x.device.type),
+        layer=type(layer),
+        router=type(layer.router),
+        scope=layer.scope,
+        variant=layer.variant,
+        heads=layer.num_heads,
+        head_dim=layer.head_dim,
+        kv_heads=layer.kv_heads,
+        dim=layer.dim,
+        readable=all(plain(module) for module in layer.projections),
+        at_once=layer.projects_at_once(),
+        batch=batch,
+        tokens=tokens,
+        keys=keys,
+        active=active,
+        choice=routing.choice,
+        all_heads=routing.active is None,
+        counted=routing.count is not None,
+        listed=routing.pairs is not None,
+        given=x.dtype,
+        dtype=product_dtype(x),
+        mask=_form_of(call),
+        is_causal=call.is_causal,
+        rotary=call.rotary is not None,
+        queries=call.q is not None,
+        context=call.context is not None,
+        cache=_kind_of(call.cache),
+        dropout=call.dropout_p > 0,
+        training=layer.training,
+        gradients=torch.is_grad_enabled(),
+        mode=mode or _present_mode(call),
+    )
+
+
+def _form_of(call: Call) -> MaskForm | None:
+    mask = call.attn_mask
+    if mask is None:
+        return None
+    axes = "".join(axis for axis, size in zip("BHN", mask.shape) if size > 1)
+    return MaskForm(mask.dtype, axes, mask.requires_grad)
+
+
+def _kind_of(cache: object) -> str:
+    if cache is None:
+        return ""
+    if isinstance(cache, ContextCache):
+        return "context"
+    return "tokens"
+
+
+def _present_mode(call: Call) -> str:
+    if is_traced(call.x):
+        return "traced"
+    if torch.compiler.is_compiling():
+        return "compiled"
+    return "eager"
+
+
+def words(signature: Signature, executor: type) -> str:
+    """Write all of a signature that decides how long an executor takes, except the sizes of the call.
+
+    Measurements are looked up by these words. Not in them are facts that leave no choice, such as a hook on a projection.
+    """
+    s = signature
+    mode = "training" if s.trains else "inference"
+    parts = [
+        f"{executor.__name__} {mode} {s.heads} heads of {s.head_dim}, {s.kv_heads} of keys, {s.dim} wide,",
+        f"{s.given} in {s.dtype} {s.device.type} {s.layer.__name__} {s.router.__name__} per {s.scope}",
+    ]
+    for present, word in (
+        (s.mode == "compiled", "compiled"),
+        (s.is_causal, "causal"),
+        (s.rotary, "rotary"),
+        (s.queries, "queries"),
+        (s.context, "context"),
+        (s.cache, "cache"),
+        (s.dropout, "dropout"),
+        (s.variant, s.variant),
+        (s.choice == "all" and not s.all_heads, "one choice"),
+    ):
+        if present:
+            parts.append(word)
+    if s.mask is not None:
+        parts += [str(s.mask.dtype), *s.mask.axes]
+        if s.mask.learned:
+            parts.append("learned")
+    return " ".join(parts)
