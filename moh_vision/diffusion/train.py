@@ -265,11 +265,12 @@ def training_of(source: str) -> tuple[dict | None, dict]:
     if not path.exists():  # the name of a registered model
         arguments = arguments_of(source, {})
         return objective_of_model(arguments), arguments
-    of_pipeline = path / "transformer" / "config.json"
-    if of_pipeline.is_file():
-        arguments = json.loads(of_pipeline.read_text())
-        index = json.loads((path / "model_index.json").read_text())
-        return objective_of_model(arguments) | dict(objective=index["objective"]), arguments
+    index = path / "model_index.json"
+    if index.is_file():  # a pipeline, ours or diffusers'
+        arguments = json.loads((path / "transformer" / "config.json").read_text())
+        trained = objective_of_model(arguments)
+        trained["objective"] = json.loads(index.read_text()).get("objective", "noise")
+        return trained, arguments
     settings = path / "config.json"
     if settings.is_file():  # what save_pretrained wrote
         arguments = json.loads(settings.read_text())

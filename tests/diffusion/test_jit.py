@@ -234,6 +234,9 @@ def test_the_noise_of_512_pixels_stays_with_a_run(file, tmp_path, small_variant,
         said = re.findall("was trained with (.*)", capsys.readouterr().out)
         before = "objective flow (in JiT's time, noise_scale 2)"
         assert said == [f"{before}, this run with flow (in JiT's time)"]
+    dense = dit_with_jits_layers()
+    run_of([*dense, "--init-from", tmp_path / "pipeline"], tmp_path / "dit", 1, photos)
+    assert f"{before}, this run with flow (predict x)" in capsys.readouterr().out
     source = ["--model.name", "pretrained", "--model.pretrained", tmp_path / "pipeline"]
     run_of(source, tmp_path / "from_pipeline", 1, photos)
     assert moh_vision.load_run(tmp_path / "from_pipeline").config.noise_scale == 2
