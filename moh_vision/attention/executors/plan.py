@@ -45,12 +45,11 @@ def plan_call(layer: nn.Module, call: Call) -> Plan:
     if wanted == "masked" or is_traced(call.x):
         return Plan(layer.all_heads_executor)
     signature = sign(layer, call)
-    if (
-        signature.mode == "compiled"
-    ):  # a compiled model keeps what was planned while it was compiled
+    if signature.mode == "compiled":
+        # The compiled code keeps this plan; sizes may be symbols, which are no keys of a dictionary.
         return make_plan(layer, signature)
     plans = layer.plans
-    conditions = (wanted, measurement_table.generation())
+    conditions = (wanted, layer.skipping_executors, measurement_table.generation())
     if plans.conditions != conditions or len(plans) > MOST_PLANS:
         plans.clear()
         plans.conditions = conditions
@@ -61,9 +60,13 @@ def plan_call(layer: nn.Module, call: Call) -> Plan:
 
 
 class Plans(dict):
-    """The plans of a layer by signature. They hold for one executor's name and one state of the measurement table."""
+    """The plans of a layer by signature.
 
-    conditions: tuple[str, int] | None = None
+    Attributes:
+        conditions: the layer's executor and skipping executors, and the state of the measurement table, for which they hold.
+    """
+
+    conditions: tuple | None = None
 
 
 def make_plan(layer: nn.Module, signature: Signature) -> Plan:
