@@ -349,7 +349,9 @@ class SampleConfig(Guided):
     """Split of a data set: "val" (the default) or "train"."""
     score_colour_space: Literal["keep", "srgb"] | None = key(None, needs="score")
     """How the reference's colours are read, as data.colour_space; left out: as those of the training."""
-    score_value_range: tuple[float, float] | None = key(None, needs="score")
+    score_value_range: tuple[float, float] | None = key(
+        None, ge=-(2**31), le=2**32 - 1, rising=True, needs="score"
+    )
     """Values of black and white in the reference, as data.value_range; left out: those of the training."""
     extractor: str | None = key(None, needs="score")
     """Network whose features are compared: "inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; of the same classes as the

@@ -100,7 +100,7 @@ class ImagesConfig(Section, section="data"):
     colour_space: Literal["keep", "srgb"] = key("keep")
     """"keep": colours are the numbers in the file, as published models and scores read them; "srgb": converted to sRGB where
     a file embeds another colour profile (docs/guides/data.md)."""
-    value_range: tuple[float, float] | None = key(None)
+    value_range: tuple[float, float] | None = key(None, ge=-(2**31), le=2**32 - 1, rising=True)
     """Values that become black and white in images of more than 8 bits, such as 0 4095 of a sensor of 12; left out: those
     that a file states, else 0 65535."""
     workers: int = key(2, ge=0, free=True)

@@ -103,7 +103,7 @@ class Key(NamedTuple):
                 bound = getattr(section, bound)
             if not all(holds(number, bound) for number in numbers):
                 return False
-        if self.options.get("rising") and value[0] >= value[1]:
+        if self.options.get("rising") and value is not None and value[0] >= value[1]:
             return False
         if value and "ends" in self.options:
             return value.endswith(self.options["ends"])

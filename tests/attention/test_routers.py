@@ -88,12 +88,17 @@ def test_weights_counts_and_gradients(name):
         assert q.grad[:, 2:].norm() > 0 and q.grad[:, :2].norm() == 0  # shared heads are not scored
 
 
+# A choice of each token by itself or by those before it; a causal layer refuses the others.
+BY_TOKEN = [(name, "token", {}) for name in sorted(CASES) if name != "mae"]
+BY_TOKEN += [("mae", "token", dict(pool=pool)) for pool in ("running", "window")]
+BY_SEQUENCE = [(name, "sample", {}) for name in sorted(CASES)] + [("mae", "token", {})]
+
+
 @pytest.mark.parametrize(
-    "name, scope, options",
-    [(name, scope, {}) for name in sorted(CASES) for scope in ("token", "sample")]
-    + [("mae", "token", dict(pool=pool)) for pool in ("running", "window")],
+    "name, scope, options, causal",
+    [(*case, causal) for case in BY_TOKEN for causal in (False, True)]
+    + [(*case, False) for case in BY_SEQUENCE],
 )
-@pytest.mark.parametrize("causal", [False, True])
 def test_padding_in_the_layer(name, scope, options, causal):
     """Neither outputs nor statistics know of it."""
     layer = HeadMixtureAttention(C, CASES[name][0], router=name, scope=scope).eval()

@@ -142,7 +142,7 @@ def test_shards(roots, tmp_path, capsys):
         assert command(given.split()) == 0
     one, other = ((tmp_path / n / "train-000000.tar").read_bytes() for n in ("stored", "right"))
     assert one == other
-    assert "looked at" not in capsys.readouterr().out
+    assert "images that were looked at" not in capsys.readouterr().out
     given = f"--in {roots}/stored --out {tmp_path}/new --workers 1"
     unchanged = refused(capsys, command, "shards", *f"{given} {OF_COMMANDS}".split())
     assert "--colour-space has no effect: without --size files are stored unchanged" in unchanged

@@ -39,6 +39,6 @@ def small_loop(
         descent=descent,
         schedule=lambda step: lr,
         metadata={},
-        log=SimpleNamespace(step=lambda count: None, times=StepTimes()),
+        log=SimpleNamespace(step=lambda count: None, say=lambda line: None, times=StepTimes()),
         saver=None,
     )

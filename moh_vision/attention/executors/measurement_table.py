@@ -106,9 +106,9 @@ class MeasurementTable:
         Rows of a call are sorted by active heads, then by batch: `auto` takes the first row that is large enough for a call.
         """
         for row in rows:
-            others = [other for other in self.by_call.get(row.call, ()) if other.sizes != row.sizes]
-            others.append(row)
-            self.by_call[row.call] = sorted(others, key=lambda row: (row.active, row.batch))
+            of_call = [kept for kept in self.by_call.get(row.call, ()) if kept.sizes != row.sizes]
+            of_call.append(row)
+            self.by_call[row.call] = sorted(of_call, key=lambda row: (row.active, row.batch))
         _new_generation()
 
     def save(self) -> None:
