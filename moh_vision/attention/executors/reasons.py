@@ -1,7 +1,5 @@
 """Checks that several executors share in `Executor.why_not`: each returns why a call cannot run, or ""."""
 
-import torch
-
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.kernels.contract import DTYPES
@@ -62,9 +60,7 @@ def no_products(signature: Signature) -> str:
 
 def has_products(signature: Signature) -> bool:
     """Return whether the C++ operators that skip products have the device and dtype of a call."""
-    s = signature
-    in_cpp = s.device.type == "cpu" and s.path == "cpp" and s.mode != "traced"
-    return in_cpp and s.dtype == torch.float32
+    return signature.mode != "traced" and kernels.native(signature.device, signature.dtype)
 
 
 def unlisted(signature: Signature) -> str:
