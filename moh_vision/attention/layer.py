@@ -233,8 +233,7 @@ class HeadMixtureAttention(RoutedLayer):
             x, routing, attended.context, q, mask, causal, dropout_p, rotary, cache, product
         )
         executor = self.make_executor(call)
-        q, k, v = executor.project()
-        o = executor.attend(q, k, v)
+        o = executor.attend(*executor.project())
         return self.proj_drop(executor.combine(o)), routing.stats
 
     if TYPE_CHECKING:

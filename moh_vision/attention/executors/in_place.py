@@ -34,25 +34,30 @@ class InPlace(Executor):
     def pays_up_to(signature: Signature) -> float:
         return 1.0 if path_of(signature) == "cpp" else 0.0
 
-    def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, N, D], k and v [B, G, M, D]. If they are views of one product, `attend` reads that instead."""
-        self.product = readable_product(self.layer, self.call)
-        return self.layer.project(self.call._replace(product=self.product))
+    def project(self) -> tuple[Tensor, ...]:
+        """Return queries, keys and values as one product [B, N, (H + 2 * G) * D], if attention can read them from it.
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the weighted outputs of the heads [B, N, H*D]."""
-        layer = self.layer
+        Else q [B, H, N, D], k and v [B, G, M, D].
+        """
+        product = readable_product(self.layer, self.call)
+        if product is None:
+            return self.layer.project(self.call)
+        return (product,)
+
+    def attend(self, *projected: Tensor) -> Tensor:
+        """Return the weighted outputs of the heads [B, N, H*D], from what `project` returned."""
         call = self.call
-        if self.product is not None:
+        if len(projected) == 1:
             # In backward the operator writes one gradient of the product; autograd need not join those of q, k and v.
             return kernels.attend_product(
-                self.product,
-                layer.num_heads,
-                layer.kv_heads,
+                projected[0],
+                self.layer.num_heads,
+                self.layer.kv_heads,
                 call.routing,
                 call.is_causal,
                 call.attn_mask,
             )
+        q, k, v = projected
         B = q.shape[0]
         q = q.to(v.dtype)
         k = k.to(v.dtype).expand(B, -1, -1, -1)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
@@ -90,22 +90,24 @@ def sign(layer: nn.Module, call: Call, mode: str | None = None) -> Signature:
     keys = tokens
     if call.context is not None:
         keys = call.context.shape[1]
+    router = layer.router
     active = routing.count
     if active is None:
-        active = layer.budget.active
+        active = router.budget.active
+    at_once = layer.projects_at_once()
     return Signature(
         device=x.device,
         path=kernels.path(x.device.type),
         layer=type(layer),
-        router=type(layer.router),
+        router=type(router),
         scope=layer.scope,
         variant=layer.variant,
         heads=layer.num_heads,
         head_dim=layer.head_dim,
         kv_heads=layer.kv_heads,
         dim=layer.dim,
-        readable=all(plain(module) for module in layer.projections),
-        at_once=layer.projects_at_once(),
+        readable=all(map(plain, layer.projections)),
+        at_once=at_once,
         batch=batch,
         tokens=tokens,
         keys=keys,
@@ -116,7 +118,7 @@ def sign(layer: nn.Module, call: Call, mode: str | None = None) -> Signature:
         listed=routing.pairs is not None,
         given=x.dtype,
         dtype=product_dtype(x),
-        mask=_form_of(call),
+        mask=_form_of(call.attn_mask),
         is_causal=call.is_causal,
         rotary=call.rotary is not None,
         queries=call.q is not None,
@@ -129,8 +131,7 @@ def sign(layer: nn.Module, call: Call, mode: str | None = None) -> Signature:
     )
 
 
-def _form_of(call: Call) -> MaskForm | None:
-    mask = call.attn_mask
+def _form_of(mask: Tensor | None) -> MaskForm | None:
     if mask is None:
         return None
     axes = "".join(axis for axis, size in zip("BHN", mask.shape) if size > 1)

@@ -24,7 +24,7 @@ from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.kernels.build import using as using
-from moh_vision.attention.kernels.contract import DTYPES, WIDEST
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST, run
 from moh_vision.attention.linear import in_float, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
@@ -101,7 +101,8 @@ def attend_in_place(
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
         return gpu.attend(q, k, v, gates, *pairs, is_causal, mask)[0]
-    return OPS.attend_in_place(q, k, v, gates, *pairs, is_causal, _with_rows(mask, k.shape[2]))[0]
+    mask = _with_rows(mask, k.shape[2])
+    return run("moh_vision::attend_in_place", q, k, v, gates, *pairs, is_causal, mask)[0]
 
 
 def attend_product(
@@ -128,7 +129,8 @@ def attend_product(
         return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
     gates = gates.expand(B, -1, -1)
     mask = _with_rows(mask, N)
-    return OPS.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
+    inputs = (product, heads, kv_heads, gates, *pairs, is_causal, mask)
+    return run("moh_vision::attend_product", *inputs)[0]
 
 
 def pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
@@ -251,9 +253,7 @@ def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
         return None
     if not works("weigh", o.device, o.dtype, weights.dtype):
         return None
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-    return gpu.OPS.weigh(o, weights.expand(o.shape[0], -1, -1))
+    return run("moh_vision_triton::weigh", o, weights.expand(o.shape[0], -1, -1))
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
@@ -274,7 +274,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads:
         Queries [P, D].
     """
     if native(x.device, product_dtype(x)):
-        return OPS.project(x, weight, bias, *pairs, heads)
+        return run("moh_vision::project", x, weight, bias, *pairs, heads)
     return eager.project(x, weight, bias, *pairs, heads)
 
 
@@ -307,7 +307,8 @@ def attend(
         Outputs [P, D], not multiplied by gates; 0 where a query sees no key.
     """
     mask = _with_rows(mask, k.shape[2])
-    return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
+    inputs = (q, k, v, *pairs, heads, tokens, source, is_causal, mask)
+    return run("moh_vision::attend", *inputs)[0]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
@@ -319,7 +320,8 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | 
     if q.dtype != torch.float32:
         token = torch.arange(B * N, dtype=torch.int32).repeat(K)
         mask = _with_rows(mask, M)
-        o = OPS.attend_in_place(q, k, v, None, token, offsets, is_causal, mask)[0]
+        inputs = (q, k, v, None, token, offsets, is_causal, mask)
+        o = run("moh_vision::attend_in_place", *inputs)[0]
         return o.view(B, N, K, D).transpose(1, 2)
     # To the operator these are the heads of one sequence.
     S = B * K
@@ -348,5 +350,5 @@ def combine(
         y [T, C].
     """
     if native(o.device, product_dtype(o)):
-        return OPS.combine(o, weights, weight, bias, *pairs, heads)
+        return run("moh_vision::combine", o, weights, weight, bias, *pairs, heads)
     return eager.combine(o, weights, weight, bias, *pairs, heads)

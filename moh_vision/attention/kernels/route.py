@@ -13,7 +13,7 @@ import torch.fx
 from torch import Tensor
 
 from moh_vision.attention.kernels.build import path, works
-from moh_vision.attention.kernels.contract import DTYPES
+from moh_vision.attention.kernels.contract import DTYPES, run
 from moh_vision.attention.kernels.eager import choose, gate_logits
 from moh_vision.attention.linear import cast_bias, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
@@ -62,7 +62,7 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
     if operator is None:
         logits = gate_logits(x, router.weight)
         return choose(logits, *router[1:], padding_mask)
-    return _routing(router, operator(x, *router[:5], padding_mask))
+    return _routing(router, run(operator, x, *router[:5], padding_mask))
 
 
 def project_and_route(
@@ -88,9 +88,8 @@ def project_and_route(
     if not works("project_and_route", x.device, x.dtype, dtype, router.weight.dtype):
         return None
     bias = cast_bias(bias, dtype)
-    product, *outputs = torch.ops.moh_vision_triton.project_and_route(
-        x.detach(), x.to(dtype), weight.to(dtype), bias, *router[:5], padding_mask
-    )
+    inputs = (x, x.to(dtype), weight.to(dtype), bias, *router[:5], padding_mask)
+    product, *outputs = run("moh_vision_triton::project_and_route", *inputs)
     return _routing(router, outputs), product
 
 
@@ -105,13 +104,13 @@ def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
     return Routing(weights, active, stats, count, pairs)
 
 
-def _operator(x: Tensor, weight: Tensor):
-    """Return the operator that routes x, or None if there is none."""
+def _operator(x: Tensor, weight: Tensor) -> str | None:
+    """Return the name of the operator that routes x, or None if there is none."""
     route_path = _path(x, weight)
     if route_path == "cpp":
-        return torch.ops.moh_vision.route
+        return "moh_vision::route"
     if route_path == "triton" and works("route", x.device, x.dtype, weight.dtype):
-        return torch.ops.moh_vision_triton.route
+        return "moh_vision_triton::route"
     return None
 
 
