@@ -96,7 +96,7 @@ def attend_in_place(
     """
     B, _, N, _ = q.shape
     pairs = pairs_of(routing, B, N)
-    gates = in_float(routing.weights).expand(B, -1, -1)
+    gates = _for_sequences(in_float(routing.weights), B)
     if path(q.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -122,26 +122,32 @@ def attend_product(
     """
     B, N, _ = product.shape
     pairs = pairs_of(routing, B, N)
-    gates = in_float(routing.weights)
+    gates = _for_sequences(in_float(routing.weights), B)
     if path(product.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
         return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
-    gates = gates.expand(B, -1, -1)
     mask = _with_rows(mask, N)
     inputs = (product, heads, kv_heads, gates, *pairs, is_causal, mask)
     return run("moh_vision::attend_product", *inputs)[0]
+
+
+def _for_sequences(x: Tensor, batch: int) -> Tensor:
+    """Repeat x [1, ..] for `batch` sequences, without a copy; x [batch, ..] stays the same tensor."""
+    if x.shape[0] == batch:
+        return x
+    return x.expand(batch, -1, -1)
 
 
 def pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
     """Return the pairs of a routing for `batch` sequences of `tokens` tokens; list them if the router has not."""
     if routing.pairs is not None and routing.active.shape[:2] == (batch, tokens):
         return routing.pairs
-    active = routing.active.expand(batch, tokens, -1)
+    active = routing.active
+    if active.shape[:2] != (batch, tokens):
+        active = active.expand(batch, tokens, -1)
     if path(active.device.type) == "triton":
-        from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-        return Pairs(*gpu.OPS.pairs(active.contiguous(), routing.count))
+        return Pairs(*torch.ops.moh_vision_triton.pairs(active.contiguous(), routing.count))
     return list_pairs(active)
 
 
@@ -253,7 +259,7 @@ def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
         return None
     if not works("weigh", o.device, o.dtype, weights.dtype):
         return None
-    return run("moh_vision_triton::weigh", o, weights.expand(o.shape[0], -1, -1))
+    return run("moh_vision_triton::weigh", o, _for_sequences(weights, o.shape[0]))
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:

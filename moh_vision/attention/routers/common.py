@@ -1,5 +1,7 @@
 """Parts that several routers use: a base class, their linear layer, and means over tokens."""
 
+import functools
+
 import torch
 import torch.fx
 from torch import Tensor, nn
@@ -37,8 +39,7 @@ class TopKRouter(nn.Module):
     @property
     def routes_linearly(self) -> bool:
         """Return whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone."""
-        owner = next(cls for cls in type(self).__mro__ if "forward" in vars(cls))
-        return "as_linear" in vars(owner)
+        return _describes_forward(type(self))
 
     @property
     def num_shared(self) -> int:
@@ -54,6 +55,13 @@ class TopKRouter(nn.Module):
     def num_routed(self) -> int:
         """Return the number of candidates that run for one token."""
         return self.budget.routed
+
+
+@functools.cache
+def _describes_forward(router_class: type) -> bool:
+    """Return whether the class that defines a router's `forward` also defines `as_linear`."""
+    owner = next(cls for cls in router_class.__mro__ if "forward" in vars(cls))
+    return "as_linear" in vars(owner)
 
 
 class GateLinear(nn.Linear):

@@ -45,7 +45,10 @@ def define(schema: str, run: Callable, fake: Callable | None = None) -> None:
 
     @functools.wraps(run)
     def on_its_device(*args):
-        device = next(x.device for x in args if isinstance(x, Tensor))
+        for first_tensor in args:
+            if isinstance(first_tensor, Tensor):
+                break
+        device = first_tensor.device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return run(*args)
         with torch.cuda.device(device):

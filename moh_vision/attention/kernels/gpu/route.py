@@ -9,6 +9,7 @@ values. That product rounds its results to 16 bits: heads would change, and equa
 Arguments, results and gradients are those of the C++ operator, see `kernels.route`, but this operator lists no pairs.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class Router(NamedTuple):
     ROWS: int
 
 
+@functools.lru_cache
 def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: int) -> Router:
     """Return the compile-time constants of a router; raise ValueError if no router has these numbers.
 
@@ -79,6 +81,7 @@ def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: i
     )
 
 
+@functools.cache
 def tile(width: int) -> tuple[int, int, int]:
     """Return the size of a tile, and the number of warps whose registers hold it.
 
@@ -434,10 +437,12 @@ def forward(
     router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
     B, N, C = x.shape
     H = shared + candidates
-    shapes = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
-    weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    active = x.new_empty((B, N, H), dtype=torch.bool)
-    counts = x.new_zeros((B, H), dtype=torch.float32)
+    new = dict(dtype=torch.float32, device=x.device)
+    weights = torch.empty((B, N, H), **new)
+    rows = torch.empty((B, N, router.ROWS), **new)
+    probs = torch.empty((B, N, candidates), **new)
+    active = torch.empty((B, N, H), dtype=torch.bool, device=x.device)
+    counts = torch.zeros((B, H), **new)
     if B * N == 0:
         return weights, active, rows, probs, counts
 
