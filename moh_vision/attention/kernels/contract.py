@@ -74,7 +74,8 @@ def differentiate(
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.values = [value for value in inputs if not isinstance(value, Tensor)]
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        ctx.save_for_backward(*tensors, *(outputs[i] for i in kept))
+        # Detached here: autograd would detach an output that has a gradient twice, when it is saved and when it is read.
+        ctx.save_for_backward(*tensors, *(outputs[i].detach() for i in kept))
 
     def gradients(ctx, *grads):
         saved = iter(ctx.saved_tensors)

@@ -260,17 +260,10 @@ class Layout(NamedTuple):
     @classmethod
     def of_product(cls, product: Tensor, heads: int, kv_heads: int) -> "Layout":
         """Return the layout of the parts of a product [B, N, (H + 2 * G) * D], grouped q | k | v, and by head in each."""
-        B, N, width = product.shape
-        D = width // (heads + 2 * kv_heads)
-        sequence_by, token_by, _ = product.stride()
-        by = (sequence_by, D, token_by)
-        size = product.element_size()
-        # Each part begins at a multiple of D elements; see `fits_descriptor`.
-        steps = (sequence_by, token_by, D)
-        described = product.data_ptr() % 16 == 0 and B * N > 0
-        described = described and all(step > 0 and step * size % 16 == 0 for step in steps)
-        card = card_of(product.device)
-        return cls(product.dtype, card, B, N, N, heads, kv_heads, D, by, by, by, described)
+        aligned = product.data_ptr() % 16 == 0
+        device = product.device
+        shape = (product.shape, product.stride(), product.dtype)
+        return layout_of_product(*shape, card_of(device), heads, kv_heads, aligned)
 
     def parts(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, N, H * D], keys and values [B, N, G * D] of a product."""
@@ -281,6 +274,27 @@ class Layout(NamedTuple):
     def sizes(self) -> tuple[int, int, int, int, int, float]:
         """B, N, M, H, G and sqrt(D), the last arguments of the kernels."""
         return self.B, self.N, self.M, self.H, self.G, math.sqrt(self.D)
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of_product(
+    shape: tuple[int, int, int],
+    by: Strides,
+    dtype: torch.dtype,
+    card: int,
+    heads: int,
+    kv_heads: int,
+    aligned: bool,
+) -> Layout:
+    """Return what `Layout.of_product` does; `by` has the strides, `aligned` says whether its address is a multiple of 16."""
+    B, N, width = shape
+    D = width // (heads + 2 * kv_heads)
+    sequence_by, token_by, _ = by
+    rows_by = (sequence_by, D, token_by)
+    # Each part begins at a multiple of D elements; see `fits_descriptor`.
+    steps_fit = all(step > 0 and step * dtype.itemsize % 16 == 0 for step in rows_by)
+    described = aligned and steps_fit and B * N > 0
+    return Layout(dtype, card, B, N, N, heads, kv_heads, D, rows_by, rows_by, rows_by, described)
 
 
 class Given(NamedTuple):

@@ -14,6 +14,7 @@ from moh_vision.attention.kernels import contract, eager
 from moh_vision.attention.kernels.contract import (
     DTYPES,
     WIDEST,
+    attend_product_oracle,
     describe_attend,
     describe_route,
     differentiate,
@@ -23,6 +24,7 @@ from moh_vision.attention.kernels.gpu import (
     attend_backward,
     project_route,
     route,
+    route_attend,
     sequences,
     weigh,
 )
@@ -301,6 +303,78 @@ differentiate(
     _project_and_route_gradients,
     kept=(3,),
     constant=(2, 5),
+    dropped=(0,),
+    reads_outputs=True,
+)
+
+
+# ---- product, router and attention
+
+
+def _fake_route_and_attend(exact, x, weight, bias, router_weight, *settings):
+    *router, kv_heads, _, _ = settings
+    product, *routed = _fake_project_and_route(exact, x, weight, bias, router_weight, *router)
+    B, N, _ = x.shape
+    _, active, *_ = routed
+    H = active.shape[2]
+    token, offsets = _fake_pairs(active, router[1] + router[2])
+    o = x.new_empty(B, N, weight.shape[0] // (H + 2 * kv_heads) * H)
+    lse = x.new_empty(token.shape, dtype=torch.float32)
+    return o, *routed, product, lse, token, offsets
+
+
+def _fake_route_and_attend_backward(
+    do, dweights, dprobs, drouter_outputs, saved, x, weight, bias, router_weight, *settings
+):
+    return _fake_project_and_route_backward(
+        None, dweights, dprobs, drouter_outputs, saved[0], x, weight, bias, router_weight
+    )
+
+
+def _route_and_attend_gradients(grads, inputs, outputs):
+    """See `contract.differentiate`, argument `backward`."""
+    do, dweights, _, drouter_outputs, dprobs = grads[:5]
+    _exact, *remaining = inputs
+    dx, dweight, dbias, drouter = OPS.route_and_attend_backward(
+        do, dweights, dprobs, drouter_outputs, outputs, *remaining
+    )
+    bias = inputs[3]
+    if bias is None:
+        dbias = None
+    return None, dx, dweight, dbias, drouter
+
+
+def _route_and_attend_oracle(outputs, *inputs):
+    """Project, route and attend in PyTorch, with the router's outputs and the pairs that the operator saved."""
+    _, _, rows, _, _, token, offsets = outputs
+    *of_router, kv_heads, is_causal, mask = inputs
+    product, weights, active, exact, probs = _project_and_route_oracle([rows], *of_router)
+    heads = active.shape[2]
+    lists = (token, offsets, is_causal, mask)
+    (o,) = attend_product_oracle(product, heads, kv_heads, weights, *lists)
+    return o, weights, active, exact, probs
+
+
+_ATTENDED = "int kv_heads, bool is_causal, Tensor? mask"
+define(
+    f"route_and_attend(Tensor exact, {_PROJECTION}, {_ATTENDED}) -> (Tensor o, "
+    "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
+    "Tensor product, Tensor lse, Tensor token, Tensor offsets)",
+    route_attend.forward,
+    _fake_route_and_attend,
+)
+define(
+    "route_and_attend_backward(Tensor? do, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
+    f"Tensor[] saved, {_PROJECTION}, {_ATTENDED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    route_attend.backward,
+    _fake_route_and_attend_backward,
+)
+differentiate(
+    f"{NAME}::route_and_attend",
+    _route_and_attend_oracle,
+    _route_and_attend_gradients,
+    kept=(0, 1, 3, 6, 7, 8, 9),
+    constant=(2, 5, 6, 7, 8, 9),
     dropped=(0,),
     reads_outputs=True,
 )
