@@ -662,6 +662,14 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
         *(x.new_ones(2, 9, 30), gates, probs, rows, rows),
         *projection,
     )
+    heads_of_12 = [
+        torch.randn(shape, device=DEVICE, dtype=x.dtype) for shape in ((144, 20), (144,))
+    ]
+    attends = x, *(t.requires_grad_() for t in heads_of_12), *router, 12, False, None
+    given["route_and_attend"] = x.detach().float(), *attends
+    o, gates, _, rows_of_attended, _, _, *saved = ops.route_and_attend(*given["route_and_attend"])
+    saved = [t.detach() for t in (o, gates, rows_of_attended, *saved)]
+    given["route_and_attend_backward"] = o, None, probs, None, saved, *attends
     given["pairs"] = active, 9
     o, gates = (t.detach().requires_grad_() for t in (q, rest[0]))
     given["weigh"] = o, gates

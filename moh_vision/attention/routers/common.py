@@ -1,6 +1,6 @@
 """Parts that several routers use: a base class, their linear layer, and means over tokens."""
 
-import functools
+from typing import Any
 
 import torch
 import torch.fx
@@ -24,6 +24,13 @@ class TopKRouter(nn.Module):
     all_heads = False
     aux_loss = "moh"
     shared_share = SHARED_SHARE
+    # Whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone.
+    routes_linearly = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        cls.routes_linearly = "as_linear" in vars(owner)
 
     def __init__(self, budget: HeadBudget):
         super().__init__()
@@ -35,11 +42,6 @@ class TopKRouter(nn.Module):
         None: the router does more than one linear layer does, or its modules must be called.
         """
         return None
-
-    @property
-    def routes_linearly(self) -> bool:
-        """Return whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone."""
-        return _describes_forward(type(self))
 
     @property
     def num_shared(self) -> int:
@@ -55,13 +57,6 @@ class TopKRouter(nn.Module):
     def num_routed(self) -> int:
         """Return the number of candidates that run for one token."""
         return self.budget.routed
-
-
-@functools.cache
-def _describes_forward(router_class: type) -> bool:
-    """Return whether the class that defines a router's `forward` also defines `as_linear`."""
-    owner = next(cls for cls in router_class.__mro__ if "forward" in vars(cls))
-    return "as_linear" in vars(owner)
 
 
 class GateLinear(nn.Linear):
