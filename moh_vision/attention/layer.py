@@ -34,7 +34,7 @@ from moh_vision.attention.linear import linear_rows, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS
-from moh_vision.attention.routers.common import TopKRouter, masked_mean, route_sequences
+from moh_vision.attention.routers.common import masked_mean, route_sequences
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 torch.fx.wrap("visible")  # a leaf while fx traces: masks may then be proxies that stand for None
@@ -381,7 +381,7 @@ class HeadMixtureAttention(RoutedLayer):
             The call with its routing and `product` or `attended`; as it was, if no operator can do it.
         """
         router = self.router
-        linear = isinstance(router, TopKRouter) and router.routes_linearly and unhooked(router)
+        linear = getattr(router, "routes_linearly", False) and unhooked(router)
         if self.scope != "token" or not linear or not self.fused_attn:
             return call
         if not self.projects_at_once() or call.mode == "traced":

@@ -147,7 +147,7 @@ def pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
     if active.shape[:2] != (batch, tokens):
         active = active.expand(batch, tokens, -1)
     if path(active.device.type) == "triton":
-        return Pairs(*torch.ops.moh_vision_triton.pairs(active.contiguous(), routing.count))
+        return Pairs(*torch.ops.moh_vision_triton.pairs(active, routing.count))
     return list_pairs(active)
 
 

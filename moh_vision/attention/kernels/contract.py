@@ -75,7 +75,8 @@ def differentiate(
         ctx.values = [value for value in inputs if not isinstance(value, Tensor)]
         tensors = [value for value in inputs if isinstance(value, Tensor)]
         # Detached here: autograd would detach an output that has a gradient twice, when it is saved and when it is read.
-        ctx.save_for_backward(*tensors, *(outputs[i].detach() for i in kept))
+        outputs = [outputs[i] if i in constant else outputs[i].detach() for i in kept]
+        ctx.save_for_backward(*tensors, *outputs)
 
     def gradients(ctx, *grads):
         saved = iter(ctx.saved_tensors)
