@@ -23,14 +23,13 @@ from moh_vision.attention.executors import (
     Unfused,
     WholeSequences,
 )
-from moh_vision.attention.executors.signature import present_mode
 from moh_vision.attention.kernels.route import (
     dtype_of_operator,
     has_operator,
     project_and_route,
     route_and_attend,
 )
-from moh_vision.attention.linear import linear_rows, plain, unhooked
+from moh_vision.attention.linear import linear_rows, plain, present_mode, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS
@@ -425,8 +424,8 @@ class HeadMixtureAttention(RoutedLayer):
         product = call.product
         if product is None:
             product = self.qkv(call.x)
-        # Three names, because fx cannot trace `*` of a proxy.
-        q, k, v = product.split(self.rows, -1)
+        # Three names, because fx cannot trace `*` of a proxy. The function, because Tensor.split takes three times as long.
+        q, k, v = torch.split_with_sizes(product, self.rows, -1)
         return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:
@@ -441,7 +440,7 @@ class HeadMixtureAttention(RoutedLayer):
 
     def by_head(self, t: Tensor) -> Tensor:
         """Split the outputs of a projection by head: [.., h * D] -> [.., h, D]."""
-        return t.unflatten(-1, (-1, self.head_dim))
+        return torch.unflatten(t, -1, (-1, self.head_dim))
 
     # ---- normalised and rotated queries and keys, in the layout of attention
 

@@ -551,6 +551,21 @@ def test_what_has_no_node(backend):
 
 
 @on(TRITON)
+def test_a_gradient_that_is_one_for_all_tokens_is_not_copied(backend):
+    """The balance loss gives each token the same gradient of its probabilities: memory of one token, expanded."""
+    x, router_weight = make(backend, "released")
+    given = (x, router_weight, 9, 3, 6, "released", None)
+    rows = backend.operators.route(*given)[2].detach()
+    one = torch.randn(1, 1, 9, device=x.device).expand(*x.shape[:2], -1)
+    results = [
+        backend.operators.route_backward(None, dprobs, None, rows, *given)
+        for dprobs in (one, one.contiguous())
+    ]
+    for got, want in zip(*results):
+        assert torch.equal(got, want) and want.any()
+
+
+@on(TRITON)
 @pytest.mark.parametrize("options", ["", "padding", "causal", "mask", "groups", "no bias"])
 def test_router_and_attention_as_one_node(backend, options):
     """Bit for bit what two nodes give, in values, gradients and second derivatives."""

@@ -13,7 +13,8 @@ from torch import nn
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.known import SMALLEST_QUERIES, rule
-from moh_vision.attention.executors.signature import Signature, present_mode, sign, words
+from moh_vision.attention.executors.signature import Signature, sign, words
+from moh_vision.attention.linear import present_mode
 from moh_vision.attention.routing import Call, RoutingForm
 
 log = logging.getLogger("moh_vision.attention")

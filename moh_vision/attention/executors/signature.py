@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.linear import is_traced, plain, product_dtype
+from moh_vision.attention.linear import plain, present_mode, product_dtype
 from moh_vision.attention.routing import Call, RoutingForm
 
 
@@ -151,15 +151,6 @@ def _kind_of(cache: object) -> str:
     if isinstance(cache, ContextCache):
         return "context"
     return "tokens"
-
-
-def present_mode(x: Tensor) -> str:
-    """Return the mode of a call with tokens x, see `Signature.mode`."""
-    if is_traced(x):
-        return "traced"
-    if torch.compiler.is_compiling():
-        return "compiled"
-    return "eager"
 
 
 def words(signature: Signature, executor: type) -> str:

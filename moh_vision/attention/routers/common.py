@@ -10,7 +10,7 @@ from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
-from moh_vision.attention.routing import Routing, RoutingStats, expand_stats
+from moh_vision.attention.routing import Routing, RoutingStats
 
 # A leaf while fx traces; `wrap` is needed in every module that calls the function.
 torch.fx.wrap("gate_logits")
@@ -136,6 +136,11 @@ def route_sequences(
             f"sequence, or a single vector of shape ({condition.shape[1]},) for one choice that serves all of them"
         )
     return router(condition.unsqueeze(1), q)._replace(choice="sequence")
+
+
+def expand_stats(stats: RoutingStats, batch: int) -> RoutingStats:
+    """Repeat the statistics of one choice [1, ..] for `batch` sequences that share it, without a copy."""
+    return RoutingStats(*(value.expand(batch, *value.shape[1:]) for value in stats))
 
 
 def causal_mean(

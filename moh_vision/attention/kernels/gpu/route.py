@@ -271,7 +271,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["T", "routed"])
 def _route_backward_kernel(
-    dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, routed,
+    dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, dprobs_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes the gradients of BLOCK_N tokens and of their logits; it computes their gates again from `rows`."""
@@ -297,7 +297,7 @@ def _route_backward_kernel(
         if padding is not None:
             seen = exists & (tl.load(padding + token, mask=exists, other=1) == 0)
         dprob = tl.load(
-            dprobs + token[:, None] * router.CANDIDATES + column[None, :],
+            dprobs + token[:, None] * dprobs_row + column[None, :],
             mask=seen[:, None] & candidate,
             other=0.0,
         )
@@ -493,11 +493,15 @@ def backward(
     T = x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
-    grads = []
-    for grad in (dweights, dprobs, drows):
-        if grad is not None:
-            grad = grad.float().contiguous()
-        grads.append(grad)
+    dprobs_row = candidates
+    if dprobs is not None and dprobs.stride() == (0, 0, 1):
+        dprobs_row = (
+            0  # one gradient for all tokens, as that of the balance loss, is read where it lies
+        )
+    else:
+        dprobs = float_rows(dprobs)
+    dweights = float_rows(dweights)
+    drows = float_rows(drows)
     weight = contiguous_rows(weight)
     precision = "ieee"
     # For 16-bit tokens tf32 costs nothing: it rounds less than the dtype of their gradients.
@@ -509,7 +513,7 @@ def backward(
         channels = 32
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    inputs = (*grads, rows.contiguous(), as_bytes(padding), weight)
+    inputs = (dweights, dprobs, drows, rows.contiguous(), as_bytes(padding), weight)
     tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
     _route_backward_kernel[(cdiv(T, block),)](
         *inputs,
@@ -518,12 +522,20 @@ def backward(
         T,
         C,
         weight.stride(0),
+        dprobs_row,
         routed,
         router=router,
         PRECISION=precision,
         **tiles,
     )
     return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)
+
+
+def float_rows(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient as kernels read it, contiguous and in float32; None stays None."""
+    if grad is None:
+        return None
+    return grad.float().contiguous()
 
 
 def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
