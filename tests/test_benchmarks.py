@@ -1,7 +1,9 @@
 """Every benchmark runs at its smallest size and writes what it promises; people look at its times, not tests."""
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -117,6 +119,19 @@ def test_the_time_of_an_export_is_over_that_of_the_dense_twin(run, monkeypatch):
     monkeypatch.setattr(benchmark("export_seconds"), "ROUNDS", 1)
     monkeypatch.setattr(benchmark("export_seconds"), "FAMILIES", ("vit_base",))
     assert "| vit_base | " in run("export_seconds", "")[1].out
+
+
+def test_host_time_is_over_that_of_timm():
+    """A process of its own: the benchmark replaces Triton's interpreter by nothing."""
+    pytest.importorskip("triton")
+    script = "import host_time; host_time.ROUNDS = 2; host_time.main()"
+    environment = dict(
+        os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    )
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "| timm's Attention | " in result.stdout and "| auto, per token | " in result.stdout
 
 
 def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):

@@ -23,12 +23,17 @@ from moh_vision.attention.executors import (
     Unfused,
     WholeSequences,
 )
-from moh_vision.attention.kernels.route import project_and_route
-from moh_vision.attention.linear import is_traced, linear_rows, plain, unhooked
+from moh_vision.attention.kernels.route import (
+    dtype_of_operator,
+    has_operator,
+    project_and_route,
+    route_and_attend,
+)
+from moh_vision.attention.linear import linear_rows, plain, present_mode, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS
-from moh_vision.attention.routers.common import TopKRouter, masked_mean, route_sequences
+from moh_vision.attention.routers.common import masked_mean, route_sequences
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 torch.fx.wrap("visible")  # a leaf while fx traces: masks may then be proxies that stand for None
@@ -222,20 +227,27 @@ class HeadMixtureAttention(RoutedLayer):
         if padding_mask is not None:
             padded = padding_mask[:, attended.past :]
 
-        q = None
-        product = None
-        if not attended.crosses and cache is None:
-            routing, product = self.route_and_project(x, padded)
-        if product is None:
-            routing, q = self.route(x, padded, condition, attended.context, attended.padding, cache)
         dropout_p = self.attn_drop.p if self.training else 0.0
         call = Call(
-            x, routing, attended.context, q, mask, causal, dropout_p, rotary, cache, product
+            x,
+            None,
+            attended.context,
+            None,
+            mask,
+            causal,
+            dropout_p,
+            rotary,
+            cache,
+            mode=present_mode(x),
         )
+        if not attended.crosses and cache is None:
+            call = self.route_by_operator(call, padded)
+        if call.routing is None:
+            routing, q = self.route(x, padded, condition, attended.context, attended.padding, cache)
+            call = call._replace(routing=routing, q=q)
         executor = self.make_executor(call)
-        q, k, v = executor.project()
-        o = executor.attend(q, k, v)
-        return self.proj_drop(executor.combine(o)), routing.stats
+        o = executor.attend(*executor.project())
+        return self.proj_drop(executor.combine(o)), call.routing.stats
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's own says nothing of types
@@ -354,30 +366,41 @@ class HeadMixtureAttention(RoutedLayer):
         mean_q = masked_mean(router_q, padded)  # [B, H, 1, D]
         return route_sequences(self.router, x, condition, padded, mean_q), q
 
-    def route_and_project(
-        self, x: Tensor, padded: Tensor | None
-    ) -> tuple[Routing | None, Tensor | None]:
-        """Route and project tokens x [B, N, C] by one operator; return (None, None) where it cannot do both.
+    def route_by_operator(self, call: Call, padded: Tensor | None) -> Call:
+        """Route and project the tokens of a call by one operator, which also attends if the call's plan allows it.
 
         The operator needs a router that is one linear layer for every token, and a router and a `qkv` without hooks. It has
         no float64. With scope "sample" executors project only the heads that run, so a product of all heads is not wanted.
 
+        Args:
+            call: self-attention without a cache, not yet routed.
+            padded: [B, N], True at padding.
+
         Returns:
-            The routing, and queries, keys and values as one product [B, N, (H + 2 * kv_heads) * D].
+            The call with its routing and `product` or `attended`; as it was, if no operator can do it.
         """
         router = self.router
-        linear = isinstance(router, TopKRouter) and router.routes_linearly and unhooked(router)
+        linear = getattr(router, "routes_linearly", False) and unhooked(router)
         if self.scope != "token" or not linear or not self.fused_attn:
-            return None, None
-        if not self.projects_at_once() or is_traced(x):
-            return None, None
+            return call
+        if not self.projects_at_once() or call.mode == "traced":
+            return call
+        x = call.x
+        qkv = self.qkv
+        dtype = dtype_of_operator(x, qkv.weight)
+        if dtype is None:
+            return call
         gates = router.as_linear(x)
-        if gates is None:
-            return None, None
-        routed = project_and_route(x, self.qkv.weight, self.qkv.bias, gates, padded)
-        if routed is None:
-            return None, None
-        return routed
+        if gates is None or not has_operator(x, dtype, gates.weight):
+            return call
+        plan = self.plan(call, gates.form)
+        inputs = (x, qkv.weight, qkv.bias, dtype, gates, padded)
+        if plan.executor is InPlace and plan.prepared:
+            masks = (call.is_causal, call.attn_mask)
+            routing, attended = route_and_attend(*inputs, self.kv_heads, *masks)
+            return call._replace(routing=routing, attended=attended, plan=plan)
+        routing, product = project_and_route(*inputs)
+        return call._replace(routing=routing, product=product, plan=plan)
 
     # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` overrides them
 
@@ -401,8 +424,8 @@ class HeadMixtureAttention(RoutedLayer):
         product = call.product
         if product is None:
             product = self.qkv(call.x)
-        # Three names, because fx cannot trace `*` of a proxy.
-        q, k, v = product.split(self.rows, -1)
+        # Three names, because fx cannot trace `*` of a proxy. The function, because Tensor.split takes three times as long.
+        q, k, v = torch.split_with_sizes(product, self.rows, -1)
         return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:
@@ -417,7 +440,7 @@ class HeadMixtureAttention(RoutedLayer):
 
     def by_head(self, t: Tensor) -> Tensor:
         """Split the outputs of a projection by head: [.., h * D] -> [.., h, D]."""
-        return t.unflatten(-1, (-1, self.head_dim))
+        return torch.unflatten(t, -1, (-1, self.head_dim))
 
     # ---- normalised and rotated queries and keys, in the layout of attention
 

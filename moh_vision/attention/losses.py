@@ -34,16 +34,22 @@ def load_balance_loss(
         if not stats:
             return torch.zeros(())
         return stats[0].counts.new_zeros(())
+    groups = by_shape(routed)
+    chances = [stack_probs(layers).sum((1, 2)) for layers in groups]  # [L, E] each
     # The probabilities of a token sum to 1, and those at padding are 0, so the sum of all is the number of tokens.
-    tokens = [s.probs.detach().sum().round() for s in routed]
-    selected = [s.counts[:, -s.probs.shape[-1] :].sum(0) for s in routed]  # [E] each
-    *selected, all_tokens = _summed([*selected, torch.stack(tokens)], all_reduce)
+    tokens = [chance.detach().sum(1).round() for chance in chances]  # [L] each
+    selected = [
+        stack_counts(layers)[..., -chance.shape[1] :].sum(1)  # [L, E]
+        for layers, chance in zip(groups, chances)
+    ]
+    *all_selected, all_tokens = _summed([*selected, torch.cat(tokens)], all_reduce)
     losses = []
-    for s, count, local, total in zip(routed, selected, tokens, all_tokens):
-        f = count / total  # [E]
-        P = s.probs.sum((0, 1)) / local  # [E]
-        losses.append(P.shape[0] * (f * P).sum())
-    return torch.stack(losses).mean()
+    totals = all_tokens.split([len(layers) for layers in groups])
+    for chance, local, count, total in zip(chances, tokens, all_selected, totals):
+        f = count / total.unsqueeze(1)
+        P = chance / local.unsqueeze(1)
+        losses.append(P.shape[1] * (f * P).sum(1))
+    return torch.cat(losses).mean()
 
 
 def moa_balance_loss(
@@ -59,21 +65,45 @@ def moa_balance_loss(
         all_reduce: sums a tensor over processes and returns the sum, so that f counts the tokens of all processes.
     """
     losses = []
-    all_counts = _summed([s.counts.sum(0) for s in stats], all_reduce)
-    for s, counts in zip(stats, all_counts):  # counts [E]
-        P = s.probs.sum((0, 1))  # [E]
-        losses.append(P.shape[0] * (counts / counts.sum() * P / P.sum()).sum())
-    return torch.stack(losses).sum()
+    groups = by_shape(stats)
+    all_counts = _summed([stack_counts(layers).sum(1) for layers in groups], all_reduce)
+    for layers, counts in zip(groups, all_counts):  # counts [L, E]
+        P = stack_probs(layers).sum((1, 2))  # [L, E]
+        f = counts / counts.sum(1, keepdim=True)
+        losses.append(P.shape[1] * (f * P / P.sum(1, keepdim=True)).sum(1))
+    return torch.cat(losses).sum()
+
+
+def by_shape(stats: Sequence[RoutingStats]) -> list[list[RoutingStats]]:
+    """Group the statistics of layers by their shapes.
+
+    A loss stacks those of a group: it then launches a few kernels for all layers, and not a few for every layer.
+    """
+    groups: dict[tuple, list[RoutingStats]] = {}
+    for s in stats:
+        groups.setdefault((s.probs.shape, s.counts.shape), []).append(s)
+    return list(groups.values())
+
+
+def stack_probs(layers: Sequence[RoutingStats]) -> Tensor:
+    """Return the probabilities of L layers of one shape, [L, B, N, E]."""
+    return torch.stack([s.probs for s in layers])
+
+
+def stack_counts(layers: Sequence[RoutingStats]) -> Tensor:
+    """Return the counts of L layers of one shape, [L, B, H]."""
+    return torch.stack([s.counts for s in layers])
 
 
 def _summed(
     counts: list[Tensor], all_reduce: Callable[[Tensor], Tensor] | None
 ) -> Sequence[Tensor]:
-    """Sum vectors of counts over processes, by one all-reduce for all layers."""
+    """Sum tensors of counts over processes, by one all-reduce for all layers."""
     if all_reduce is None:
         return counts
-    lengths = [len(count) for count in counts]
-    return all_reduce(torch.cat(counts)).split(lengths)
+    summed = all_reduce(torch.cat([count.flatten() for count in counts]))
+    parts = summed.split([count.numel() for count in counts])
+    return [part.view(count.shape) for part, count in zip(parts, counts)]
 
 
 def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
@@ -82,27 +112,33 @@ def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
     Zhang 2022, eq. 16 and 17.
     """
     losses = []
-    for s in stats:
-        real = s.probs.detach().sum(-1)  # [B, N], 1 at tokens, 0 at padding
-        losses.append((s.logits.logsumexp(-1).square() * real).sum() / real.sum())
-    return torch.stack(losses).sum()
+    for layers in by_shape(stats):
+        real = stack_probs(layers).detach().sum(-1)  # [L, B, N], 1 at tokens, 0 at padding
+        logits = torch.stack([s.logits for s in layers])
+        squares = logits.logsumexp(-1).square() * real
+        losses.append(squares.sum((1, 2)) / real.sum((1, 2)))
+    return torch.cat(losses).sum()
 
 
 def head_runs(stats: Sequence[RoutingStats]) -> list[Tensor]:
     """Return how many tokens ran each head and, last, the number of tokens: one tensor [H + 1] per layer. No gradient."""
-    return [sample_runs(s).sum(0) for s in stats]
+    runs: dict[int, Tensor] = {}
+    for layers in by_shape(stats):
+        of_layers = sample_runs(layers).sum(1)  # [L, H + 1]
+        runs.update((id(s), row) for s, row in zip(layers, of_layers))
+    return [runs[id(s)] for s in stats]
 
 
-def sample_runs(s: RoutingStats) -> Tensor:
-    """Return the counts of `head_runs` for one layer and every sequence: [B, H + 1]."""
-    counts = s.counts.detach()
+def sample_runs(layers: Sequence[RoutingStats]) -> Tensor:
+    """Return the counts of `head_runs` for L layers of one shape and every sequence: [L, B, H + 1]."""
+    counts = stack_counts(layers).detach()
     # Count the tokens: if head 0 is shared, it ran for all of them; else the probabilities of each sum to 1.
-    no_head_is_shared = s.probs.shape[-1] >= counts.shape[-1]
+    no_head_is_shared = layers[0].probs.shape[-1] >= counts.shape[-1]
     if no_head_is_shared:
-        tokens = s.probs.detach().sum((1, 2)).round()
+        tokens = stack_probs(layers).detach().sum((2, 3)).round()
     else:
-        tokens = counts[:, 0]
-    return torch.cat([counts, tokens.unsqueeze(1)], dim=1)
+        tokens = counts[..., 0]
+    return torch.cat([counts, tokens.unsqueeze(-1)], dim=-1)
 
 
 def head_usage(stats: Sequence[RoutingStats]) -> list[Tensor]:

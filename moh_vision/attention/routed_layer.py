@@ -8,7 +8,7 @@ from torch import nn
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.executors import Executor
 from moh_vision.attention.executors.plan import Plan, Plans, plan_call
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Call, RoutingForm
 
 
 class RoutedLayer(nn.Module):
@@ -24,6 +24,7 @@ class RoutedLayer(nn.Module):
         router: chooses the parts.
         scope: "token" or "sample".
         executor: a name in EXECUTORS, or a class.
+        qk_norm: whether queries and keys are normalised.
         fused_attn: False: `unfused_executor` takes every call.
     """
 
@@ -35,6 +36,7 @@ class RoutedLayer(nn.Module):
     router: nn.Module
     scope: str
     executor: str | type[Executor]
+    qk_norm = False
     fused_attn = True
 
     # Tried in this order by the executors "auto" and "packed", see `plan_call`.
@@ -55,9 +57,9 @@ class RoutedLayer(nn.Module):
         """How calls are computed, by signature; see `plan_call`."""
         return Plans()
 
-    def plan(self, call: Call) -> Plan:
-        """Return how a call is computed."""
-        return plan_call(self, call)
+    def plan(self, call: Call, form: RoutingForm | None = None) -> Plan:
+        """Return how a call is computed; `form` is that of its routing, if it is not yet routed."""
+        return plan_call(self, call, form)
 
     def make_executor(self, call: Call, *more: Any) -> Executor:
         """Return the executor of a call.
@@ -66,7 +68,9 @@ class RoutedLayer(nn.Module):
             call: the call, after routing.
             *more: further arguments of the layer's executors.
         """
-        plan = self.plan(call)
+        plan = call.plan
+        if plan is None:
+            plan = self.plan(call)
         return plan.executor(self, call, plan.prepared, *more)
 
     def projects_at_once(self) -> bool:

@@ -329,8 +329,7 @@ class CosineAttention(HeadMixtureAttention):
         routing, q = self.route(tokens)
         call = Call(tokens, routing, q=q, dropout_p=self.attn_drop.p if self.training else 0.0)
         executor = self.make_executor(call, positions, x.shape[1:3])
-        q, k, v = executor.project()
-        y = executor.combine(executor.attend(q, k, v))  # [B, N, C]
+        y = executor.combine(executor.attend(*executor.project()))  # [B, N, C]
         return self.proj_drop(y.view(x.shape)), routing.stats
 
 

@@ -56,7 +56,7 @@ class HeadLoad:
             groups: for each kind of groups the index of the samples' group: an integer, or [B].
             first: index of the layer of the first statistics.
         """
-        runs = torch.cat([sample_runs(layer) for layer in stats], dim=1)  # [B, columns]
+        runs = torch.cat([sample_runs([layer])[0] for layer in stats], dim=1)  # [B, columns]
         runs = runs.cpu().double()
         start = sum(self.widths[:first])
         sums = self.sums[:, start : start + runs.shape[1]]

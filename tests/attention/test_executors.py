@@ -122,7 +122,7 @@ def test_triton_equals_the_reference(router, case, path):
     )
 
 
-NODE = ["project_and_route", "pairs", "attend_product"]
+NODE = ["route_and_attend"]
 APART = ["route", "pairs", "attend_in_place"]  # the product may not be read as one
 ONE_PRODUCT = ["route", "pairs", "attend_product"]
 NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
@@ -475,7 +475,7 @@ def gradients_on_a_rank(rank):
         with Launched() as launched:
             y = wrapped(x[rank * B : rank * B + B])[0]
         at_once = scope == "token" and wrap is not sharded_in_parts
-        assert ("project_and_route" in launched.names) == at_once
+        assert ("route_and_attend" in launched.names) == at_once
         y.square().sum().backward()
         for p, grad in zip(layer.parameters(), want, strict=True):
             whole = p.grad if wrap is DistributedDataParallel else p.grad.full_tensor()

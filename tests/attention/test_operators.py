@@ -1,5 +1,6 @@
 """`project`, `attend` and `combine` on every back end: a loop in float64, values and gradients, and what is promised beside."""
 
+import functools
 import importlib
 import math
 import os
@@ -295,7 +296,11 @@ def use_blocks(monkeypatch, queries, keys, tma):
     blocks = importlib.import_module("moh_vision.attention.kernels.gpu.blocks")
     block = blocks.Block(queries=queries, keys=keys, warps=4, stages=1, tma=tma)
     row = blocks.TABLE[0]._replace(forward=block, queries=block, keys=block)
+    launches = functools.lru_cache(module.find_launch.__wrapped__)  # none that other blocks made
     monkeypatch.setattr(module, "row_of", lambda *call: row)
+    for name in ("attend", "attend_backward"):
+        file = importlib.import_module(f"moh_vision.attention.kernels.gpu.{name}")
+        monkeypatch.setattr(file, "find_launch", launches)
 
 
 def assert_near(got, want, tolerance):
@@ -657,6 +662,14 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
         *(x.new_ones(2, 9, 30), gates, probs, rows, rows),
         *projection,
     )
+    heads_of_12 = [
+        torch.randn(shape, device=DEVICE, dtype=x.dtype) for shape in ((144, 20), (144,))
+    ]
+    attends = x, *(t.requires_grad_() for t in heads_of_12), *router, 12, False, None
+    given["route_and_attend"] = x.detach().float(), *attends
+    o, gates, _, rows_of_attended, _, _, *saved = ops.route_and_attend(*given["route_and_attend"])
+    saved = [t.detach() for t in (o, gates, rows_of_attended, *saved)]
+    given["route_and_attend_backward"] = o, None, probs, None, saved, *attends
     given["pairs"] = active, 9
     o, gates = (t.detach().requires_grad_() for t in (q, rest[0]))
     given["weigh"] = o, gates

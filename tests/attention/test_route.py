@@ -9,7 +9,14 @@ from torch.nn import functional as F
 from moh_vision.attention import HeadBudget, kernels
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
-from moh_vision.attention.kernels.route import LinearRouter, project_and_route, route
+from moh_vision.attention.kernels.route import (
+    LinearRouter,
+    dtype_of_operator,
+    has_operator,
+    project_and_route,
+    route,
+    route_and_attend,
+)
 from moh_vision.attention.routers import MoARouter, MoHRouter
 from tests.support.attend_backends import CPP, EAGER, TRITON, on, threads
 from tests.support.refusals import refuse
@@ -406,7 +413,8 @@ def exact_node(x, weight, bias, router_weight, name, padding=None):
 
 
 def node(x, weight, bias, router_weight, name, padding=None):
-    return project_and_route(x, weight, bias, LinearRouter(router_weight, *ROUTERS[name]), padding)
+    router = LinearRouter(router_weight, *ROUTERS[name])
+    return project_and_route(x, weight, bias, dtype_of_operator(x, weight), router, padding)
 
 
 def gradients(routing, product, slopes, leaves, **options):
@@ -536,7 +544,74 @@ def test_what_has_no_node(backend):
         loss = product.sum() + routing.weights.sum()
         assert not any(grad.any() for grad in torch.autograd.grad(loss, leaves))
     leaves = make_node(backend, "released")
-    assert node(*(t.double() for t in leaves), "released") is None
-    x, weight, bias, _ = leaves
-    many = LinearRouter(torch.zeros(300, 50, device=backend.device), 300, 0, 5, "renormalised")
-    assert project_and_route(x, weight, bias, many) is None
+    x, weight, _, router_weight = leaves
+    assert dtype_of_operator(x.double(), weight.double()) is None
+    assert has_operator(x, x.dtype, router_weight)
+    assert not has_operator(x, x.dtype, torch.zeros(300, 50, device=backend.device))
+
+
+@on(TRITON)
+def test_a_gradient_that_is_one_for_all_tokens_is_not_copied(backend):
+    """The balance loss gives each token the same gradient of its probabilities: memory of one token, expanded."""
+    x, router_weight = make(backend, "released")
+    given = (x, router_weight, 9, 3, 6, "released", None)
+    rows = backend.operators.route(*given)[2].detach()
+    one = torch.randn(1, 1, 9, device=x.device).expand(*x.shape[:2], -1)
+    results = [
+        backend.operators.route_backward(None, dprobs, None, rows, *given)
+        for dprobs in (one, one.contiguous())
+    ]
+    for got, want in zip(*results):
+        assert torch.equal(got, want) and want.any()
+
+
+@on(TRITON)
+@pytest.mark.parametrize("options", ["", "padding", "causal", "mask", "groups", "no bias"])
+def test_router_and_attention_as_one_node(backend, options):
+    """Bit for bit what two nodes give, in values, gradients and second derivatives."""
+    heads, kv_heads, D, C = 6, 2 if options == "groups" else 6, 8, 24
+    budget = dict(candidates=4, shared=2, routed=2)
+    leaves = [
+        torch.randn(shape, device=backend.device).requires_grad_()
+        for shape in (
+            (2, 19, C),
+            ((heads + 2 * kv_heads) * D, C),
+            ((heads + 2 * kv_heads) * D,),
+            (8, C),
+        )
+    ]
+    if options == "no bias":
+        leaves[2] = None
+    padding = some_padding(2, 19, backend) if options == "padding" else None
+    mask = None
+    if options == "mask":
+        mask = torch.rand(2, 1, 19, 19, device=backend.device) < 0.7
+
+    def as_one(x, weight, bias, router_weight):
+        router = LinearRouter(router_weight, **budget, gate_form="released")
+        masks = (options == "causal", mask)
+        return route_and_attend(x, weight, bias, x.dtype, router, padding, kv_heads, *masks)
+
+    def as_two(x, weight, bias, router_weight):
+        router = LinearRouter(router_weight, **budget, gate_form="released")
+        routing, product = project_and_route(x, weight, bias, x.dtype, router, padding)
+        masks = (options == "causal", mask)
+        return routing, kernels.attend_product(product, heads, kv_heads, routing, *masks)
+
+    given = [leaf for leaf in leaves if leaf is not None]
+    results = []
+    for function in (as_one, as_two):
+        routing, o = function(*leaves)
+        assert torch.equal(routing.active, routing.weights > 0)
+        ends = [o, *differentiable(routing), routing.stats.counts]
+        torch.manual_seed(1)
+        slopes = [torch.randn_like(end) for end in ends[:-1]]
+        loss = sum((end * slope).sum() for end, slope in zip(ends, slopes))
+        first = torch.autograd.grad(loss, given, retain_graph=True)
+        of_outputs = torch.autograd.grad((o * slopes[0]).sum(), given, retain_graph=True)
+        again = torch.autograd.grad(loss, given, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in again), given)
+        results.append(([*ends, *first, *of_outputs], [*again, *second]))
+    (got, got_again), (want, want_again) = results
+    assert all(map(torch.equal, got, want))
+    assert_near(got_again, want_again, 1e-5)

@@ -39,12 +39,15 @@ class Executor:
         """Decide what is the same in all calls with a signature; it is kept in their plan and given to the constructor."""
         return None
 
-    def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, normalised and rotated, in the layout that `attend` of this class reads."""
+    def project(self) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, normalised and rotated, in the form that `attend` of this class reads."""
         raise NotImplementedError
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the outputs of the heads, in the layout that `combine` of this class reads."""
+    def attend(self, *projected: Tensor) -> Tensor:
+        """Return the outputs of the heads, in the layout that `combine` of this class reads.
+
+        projected: what `project` returned.
+        """
         raise NotImplementedError
 
     def combine(self, o: Tensor) -> Tensor:

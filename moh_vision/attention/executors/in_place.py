@@ -34,25 +34,50 @@ class InPlace(Executor):
     def pays_up_to(signature: Signature) -> float:
         return 1.0 if path_of(signature) == "cpp" else 0.0
 
-    def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, N, D], k and v [B, G, M, D]. If they are views of one product, `attend` reads that instead."""
-        self.product = readable_product(self.layer, self.call)
-        return self.layer.project(self.call._replace(product=self.product))
+    @staticmethod
+    def prepare(signature: Signature) -> bool:
+        """Return whether attention reads queries, keys and values from one product.
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the weighted outputs of the heads [B, N, H*D]."""
-        layer = self.layer
+        It cannot if they are not projected together, or a norm or rotation still has to change them.
+        """
+        s = signature
+        changed = s.qk_norm or s.rotary
+        return s.at_once and not (changed or s.queries or s.context or s.cache)
+
+    def __init__(self, layer: nn.Module, call: Call, prepared: bool):
+        super().__init__(layer, call)
+        self.reads_product = prepared
+
+    def project(self) -> tuple[Tensor, ...]:
+        """Return queries, keys and values as one product [B, N, (H + 2 * G) * D], or q [B, H, N, D], k and v [B, G, M, D].
+
+        Return nothing where one operator has projected and attended already.
+        """
         call = self.call
-        if self.product is not None:
+        if call.attended is not None:
+            return ()
+        if not self.reads_product:
+            return self.layer.project(call)
+        if call.product is None:
+            return (self.layer.qkv(call.x),)
+        return (call.product,)
+
+    def attend(self, *projected: Tensor) -> Tensor:
+        """Return the weighted outputs of the heads [B, N, H*D], from what `project` returned."""
+        call = self.call
+        if call.attended is not None:
+            return call.attended
+        if self.reads_product:
             # In backward the operator writes one gradient of the product; autograd need not join those of q, k and v.
             return kernels.attend_product(
-                self.product,
-                layer.num_heads,
-                layer.kv_heads,
+                *projected,
+                self.layer.num_heads,
+                self.layer.kv_heads,
                 call.routing,
                 call.is_causal,
                 call.attn_mask,
             )
+        q, k, v = projected
         B = q.shape[0]
         q = q.to(v.dtype)
         k = k.to(v.dtype).expand(B, -1, -1, -1)
@@ -62,19 +87,3 @@ class InPlace(Executor):
     def combine(self, o: Tensor) -> Tensor:
         """Project o [B, N, H*D] to [B, N, C]."""
         return self.layer.proj(o)
-
-
-def readable_product(layer: nn.Module, call: Call) -> Tensor | None:
-    """Return queries, keys and values as one product [B, N, (H + 2 * G) * D], if attention can read them from it.
-
-    None if they are not projected together, or a norm or rotation still has to change them.
-    """
-    if layer.qk_norm or call.rotary is not None:
-        return None
-    if call.product is not None:
-        return call.product
-    if call.q is not None or call.context is not None or call.cache is not None:
-        return None
-    if not layer.projects_at_once():
-        return None
-    return layer.qkv(call.x)

@@ -14,8 +14,8 @@ from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.known import SMALLEST_QUERIES, rule
 from moh_vision.attention.executors.signature import Signature, sign, words
-from moh_vision.attention.linear import is_traced
-from moh_vision.attention.routing import Call
+from moh_vision.attention.linear import present_mode
+from moh_vision.attention.routing import Call, RoutingForm
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -30,22 +30,26 @@ class Plan(NamedTuple):
     reason: str = ""  # why "auto" takes this executor, or why no heads are skipped
 
 
-def plan_call(layer: nn.Module, call: Call) -> Plan:
+def plan_call(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> Plan:
     """Return the plan of a call of a layer, made at the first call of its signature.
 
-    `layer.executor` is a name in EXECUTORS, or the class itself.
+    Args:
+        layer: its `executor` is a name in EXECUTORS, or the class itself.
+        call: the call.
+        form: see `sign`.
     """
     wanted = layer.executor
     if not isinstance(wanted, str):
-        return Plan(wanted, wanted.prepare(sign(layer, call)))
+        return Plan(wanted, wanted.prepare(sign(layer, call, form=form)))
     if not layer.fused_attn:
         return Plan(layer.unfused_executor)
     if wanted == "reference":
         return Plan(layer.reference_executor)
-    if wanted == "masked" or is_traced(call.x):
+    mode = call.mode or present_mode(call.x)
+    if wanted == "masked" or mode == "traced":
         return Plan(layer.all_heads_executor)
-    signature = sign(layer, call)
-    if signature.mode == "compiled":
+    signature = sign(layer, call, mode, form)
+    if mode == "compiled":
         # The compiled code keeps this plan; sizes may be symbols, which are no keys of a dictionary.
         return make_plan(layer, signature)
     plans = layer.plans

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.linear import is_traced, plain, product_dtype
-from moh_vision.attention.routing import Call
+from moh_vision.attention.linear import plain, present_mode, product_dtype
+from moh_vision.attention.routing import Call, RoutingForm
 
 
 class MaskForm(NamedTuple):
@@ -36,6 +36,7 @@ class Signature(NamedTuple):
     dim: int
     readable: bool  # False: the projections must be called as modules, so that their weights may not be read
     at_once: bool  # whether one product gives queries, keys and values
+    qk_norm: bool  # whether queries and keys are normalised
     # Sizes.
     batch: int
     tokens: int
@@ -43,7 +44,7 @@ class Signature(NamedTuple):
     active: int  # K, the largest number of heads that a token may run
     # Routing.
     choice: str  # see `Routing.choice`
-    all_heads: bool  # True: every head may run for any token, so there is nothing to skip
+    all_heads: bool  # see `RoutingForm.all_heads`
     counted: bool  # whether every token runs just K heads
     listed: bool  # whether the router listed the pairs
     # Options of the call.
@@ -76,47 +77,55 @@ class Signature(NamedTuple):
         return self.training or self.gradients
 
 
-def sign(layer: nn.Module, call: Call, mode: str | None = None) -> Signature:
-    """Return the signature of a call of a routed layer, after routing.
+def sign(
+    layer: nn.Module, call: Call, mode: str | None = None, form: RoutingForm | None = None
+) -> Signature:
+    """Return the signature of a call of a routed layer.
 
     Args:
         layer: the layer that is called.
         call: the call.
-        mode: see `Signature.mode`; None: the present one.
+        mode: see `Signature.mode`; None: that of the call, or the present one.
+        form: of the routing, for a call that is not yet routed; None: that of `call.routing`.
     """
     x = call.x
-    routing = call.routing
+    if form is None:
+        form = call.routing.form
+    if mode is None:
+        mode = call.mode or present_mode(x)
     batch, tokens, _ = x.shape
     keys = tokens
     if call.context is not None:
         keys = call.context.shape[1]
-    active = routing.count
+    router = layer.router
+    active = form.count
     if active is None:
-        active = layer.budget.active
+        active = router.budget.active
     return Signature(
         device=x.device,
         path=kernels.path(x.device.type),
         layer=type(layer),
-        router=type(layer.router),
+        router=type(router),
         scope=layer.scope,
         variant=layer.variant,
         heads=layer.num_heads,
         head_dim=layer.head_dim,
         kv_heads=layer.kv_heads,
         dim=layer.dim,
-        readable=all(plain(module) for module in layer.projections),
+        readable=all(map(plain, layer.projections)),
         at_once=layer.projects_at_once(),
+        qk_norm=layer.qk_norm,
         batch=batch,
         tokens=tokens,
         keys=keys,
         active=active,
-        choice=routing.choice,
-        all_heads=routing.active is None,
-        counted=routing.count is not None,
-        listed=routing.pairs is not None,
+        choice=form.choice,
+        all_heads=form.all_heads,
+        counted=form.count is not None,
+        listed=form.listed,
         given=x.dtype,
         dtype=product_dtype(x),
-        mask=_form_of(call),
+        mask=_form_of(call.attn_mask),
         is_causal=call.is_causal,
         rotary=call.rotary is not None,
         queries=call.q is not None,
@@ -125,12 +134,11 @@ def sign(layer: nn.Module, call: Call, mode: str | None = None) -> Signature:
         dropout=call.dropout_p > 0,
         training=layer.training,
         gradients=torch.is_grad_enabled(),
-        mode=mode or _present_mode(call),
+        mode=mode,
     )
 
 
-def _form_of(call: Call) -> MaskForm | None:
-    mask = call.attn_mask
+def _form_of(mask: Tensor | None) -> MaskForm | None:
     if mask is None:
         return None
     axes = "".join(axis for axis, size in zip("BHN", mask.shape) if size > 1)
@@ -143,14 +151,6 @@ def _kind_of(cache: object) -> str:
     if isinstance(cache, ContextCache):
         return "context"
     return "tokens"
-
-
-def _present_mode(call: Call) -> str:
-    if is_traced(call.x):
-        return "traced"
-    if torch.compiler.is_compiling():
-        return "compiled"
-    return "eager"
 
 
 def words(signature: Signature, executor: type) -> str:

@@ -24,7 +24,7 @@ from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.kernels.build import using as using
-from moh_vision.attention.kernels.contract import DTYPES, WIDEST
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST, run
 from moh_vision.attention.linear import in_float, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
@@ -96,12 +96,13 @@ def attend_in_place(
     """
     B, _, N, _ = q.shape
     pairs = pairs_of(routing, B, N)
-    gates = in_float(routing.weights).expand(B, -1, -1)
+    gates = _for_sequences(in_float(routing.weights), B)
     if path(q.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
         return gpu.attend(q, k, v, gates, *pairs, is_causal, mask)[0]
-    return OPS.attend_in_place(q, k, v, gates, *pairs, is_causal, _with_rows(mask, k.shape[2]))[0]
+    mask = _with_rows(mask, k.shape[2])
+    return run("moh_vision::attend_in_place", q, k, v, gates, *pairs, is_causal, mask)[0]
 
 
 def attend_product(
@@ -121,25 +122,32 @@ def attend_product(
     """
     B, N, _ = product.shape
     pairs = pairs_of(routing, B, N)
-    gates = in_float(routing.weights)
+    gates = _for_sequences(in_float(routing.weights), B)
     if path(product.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
         return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
-    gates = gates.expand(B, -1, -1)
     mask = _with_rows(mask, N)
-    return OPS.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
+    inputs = (product, heads, kv_heads, gates, *pairs, is_causal, mask)
+    return run("moh_vision::attend_product", *inputs)[0]
+
+
+def _for_sequences(x: Tensor, batch: int) -> Tensor:
+    """Repeat x [1, ..] for `batch` sequences, without a copy; x [batch, ..] stays the same tensor."""
+    if x.shape[0] == batch:
+        return x
+    return x.expand(batch, -1, -1)
 
 
 def pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
     """Return the pairs of a routing for `batch` sequences of `tokens` tokens; list them if the router has not."""
     if routing.pairs is not None and routing.active.shape[:2] == (batch, tokens):
         return routing.pairs
-    active = routing.active.expand(batch, tokens, -1)
+    active = routing.active
+    if active.shape[:2] != (batch, tokens):
+        active = active.expand(batch, tokens, -1)
     if path(active.device.type) == "triton":
-        from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-        return Pairs(*gpu.OPS.pairs(active.contiguous(), routing.count))
+        return Pairs(*torch.ops.moh_vision_triton.pairs(active, routing.count))
     return list_pairs(active)
 
 
@@ -251,9 +259,7 @@ def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
         return None
     if not works("weigh", o.device, o.dtype, weights.dtype):
         return None
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-    return gpu.OPS.weigh(o, weights.expand(o.shape[0], -1, -1))
+    return run("moh_vision_triton::weigh", o, _for_sequences(weights, o.shape[0]))
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
@@ -274,7 +280,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads:
         Queries [P, D].
     """
     if native(x.device, product_dtype(x)):
-        return OPS.project(x, weight, bias, *pairs, heads)
+        return run("moh_vision::project", x, weight, bias, *pairs, heads)
     return eager.project(x, weight, bias, *pairs, heads)
 
 
@@ -307,7 +313,8 @@ def attend(
         Outputs [P, D], not multiplied by gates; 0 where a query sees no key.
     """
     mask = _with_rows(mask, k.shape[2])
-    return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
+    inputs = (q, k, v, *pairs, heads, tokens, source, is_causal, mask)
+    return run("moh_vision::attend", *inputs)[0]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
@@ -319,7 +326,8 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | 
     if q.dtype != torch.float32:
         token = torch.arange(B * N, dtype=torch.int32).repeat(K)
         mask = _with_rows(mask, M)
-        o = OPS.attend_in_place(q, k, v, None, token, offsets, is_causal, mask)[0]
+        inputs = (q, k, v, None, token, offsets, is_causal, mask)
+        o = run("moh_vision::attend_in_place", *inputs)[0]
         return o.view(B, N, K, D).transpose(1, 2)
     # To the operator these are the heads of one sequence.
     S = B * K
@@ -348,5 +356,5 @@ def combine(
         y [T, C].
     """
     if native(o.device, product_dtype(o)):
-        return OPS.combine(o, weights, weight, bias, *pairs, heads)
+        return run("moh_vision::combine", o, weights, weight, bias, *pairs, heads)
     return eager.combine(o, weights, weight, bias, *pairs, heads)

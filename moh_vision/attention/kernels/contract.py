@@ -3,10 +3,13 @@
 Backward passes are operators too: autograd sees only the whole operator, and saves only what the backward operator reads.
 Under `create_graph=True` gradients are computed through the oracle, which is the same function in plain PyTorch, because
 autograd can differentiate the oracle again.
+
+Operators with a gradient are called by `run`.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,25 @@ from moh_vision.attention.linear import without_autocast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # largest head width of Triton's kernels
+
+# By name: an operator, and its node of autograd. `differentiate` fills both.
+_OPERATORS: dict[str, Callable] = {}
+_NODES: dict[str, type[torch.autograd.Function]] = {}
+
+
+def run(name: str, *inputs: Any) -> Any:
+    """Call an operator that `differentiate` knows, with all of its arguments.
+
+    In eager mode the node of autograd is a torch.autograd.Function around the operator: calling the operator itself, whose
+    gradient is registered with torch.library, takes several times as long on the host. torch.compile cannot trace these
+    Functions, and takes the registered gradient.
+    """
+    if torch.compiler.is_compiling():
+        return _OPERATORS[name](*inputs)
+    if torch.is_grad_enabled():
+        return _NODES[name].apply(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _OPERATORS[name](*inputs)
 
 
 def differentiate(
@@ -52,7 +74,9 @@ def differentiate(
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.values = [value for value in inputs if not isinstance(value, Tensor)]
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        ctx.save_for_backward(*tensors, *(outputs[i] for i in kept))
+        # Detached here: autograd would detach an output that has a gradient twice, when it is saved and when it is read.
+        outputs = [outputs[i] if i in constant else outputs[i].detach() for i in kept]
+        ctx.save_for_backward(*tensors, *outputs)
 
     def gradients(ctx, *grads):
         saved = iter(ctx.saved_tensors)
@@ -69,6 +93,22 @@ def differentiate(
         no_gradients = [None] * (len(inputs) - len(computed))
         return *computed, *no_gradients
 
+    library, _, short_name = name.partition("::")
+    operator = getattr(getattr(torch.ops, library), short_name).default
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with torch._C._AutoDispatchBelowAutograd():
+                output = operator(*inputs)
+            keep(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    Node.__name__ = short_name
+    _OPERATORS[name] = operator
+    _NODES[name] = Node
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
 

@@ -13,10 +13,10 @@ import torch.fx
 from torch import Tensor
 
 from moh_vision.attention.kernels.build import path, works
-from moh_vision.attention.kernels.contract import DTYPES
+from moh_vision.attention.kernels.contract import DTYPES, run
 from moh_vision.attention.kernels.eager import choose, gate_logits
-from moh_vision.attention.linear import cast_bias, is_traced, product_dtype
-from moh_vision.attention.routing import Pairs, Routing, RoutingStats
+from moh_vision.attention.linear import cast, cast_bias, is_traced, product_dtype
+from moh_vision.attention.routing import Pairs, Routing, RoutingForm, RoutingStats
 
 MOST_ROWS = 256  # most rows of a router's weight whose logits fit in the registers of a GPU
 
@@ -45,6 +45,11 @@ class LinearRouter(NamedTuple):
     gate_form: str
     balanced: bool = False
 
+    @property
+    def form(self) -> RoutingForm:
+        """The form of the Routing that Triton's operators make: they do not list the pairs."""
+        return RoutingForm("token", self.shared + self.routed, all_heads=False, listed=False)
+
 
 def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -> Routing:
     """Choose and weigh the heads of every token.
@@ -62,42 +67,99 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
     if operator is None:
         logits = gate_logits(x, router.weight)
         return choose(logits, *router[1:], padding_mask)
-    return _routing(router, operator(x, *router[:5], padding_mask))
+    return _routing(router, run(operator, x, *router[:5], padding_mask))
+
+
+def dtype_of_operator(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype in which `project_and_route` multiplies tokens x by a weight; None if it cannot.
+
+    x must have values: the call is not traced.
+    """
+    if path(x.device.type) != "triton":
+        return None
+    dtype = product_dtype(x)
+    if dtype not in DTYPES or x.dtype not in DTYPES or weight.dtype not in DTYPES:
+        return None
+    return dtype
+
+
+def has_operator(x: Tensor, dtype: torch.dtype, router_weight: Tensor) -> bool:
+    """Return whether Triton's kernels project and route tokens x with a router's weight [R, C]; `dtype` is of products."""
+    fits = router_weight.dtype in DTYPES and router_weight.shape[0] <= MOST_ROWS
+    return fits and works("project_and_route", x.device, x.dtype, dtype, router_weight.dtype)
 
 
 def project_and_route(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    dtype: torch.dtype,
     router: LinearRouter,
     padding_mask: Tensor | None = None,
-) -> tuple[Routing, Tensor] | None:
-    """Route tokens and multiply them by a weight, as one node of autograd.
+) -> tuple[Routing, Tensor]:
+    """Route tokens and multiply them by a weight, as one node of autograd. `has_operator` must be true.
 
     Args:
         x: tokens [B, N, C].
         weight, bias: weight [O, C] and bias [O] (or None) of the product.
+        dtype: see `dtype_of_operator`.
         router, padding_mask: see `route`.
 
     Returns:
-        The Routing, and x W^T + b [B, N, O] in the dtype of products; or None if no operator does both.
+        The Routing, and x W^T + b [B, N, O] in the dtype of products.
     """
-    dtype = product_dtype(x)
-    if dtype not in DTYPES or weight.dtype not in DTYPES or _path(x, router.weight) != "triton":
-        return None
-    if not works("project_and_route", x.device, x.dtype, dtype, router.weight.dtype):
-        return None
-    bias = cast_bias(bias, dtype)
-    product, *outputs = torch.ops.moh_vision_triton.project_and_route(
-        x.detach(), x.to(dtype), weight.to(dtype), bias, *router[:5], padding_mask
+    product, *outputs = run(
+        "moh_vision_triton::project_and_route",
+        x,
+        cast(x, dtype),
+        cast(weight, dtype),
+        cast_bias(bias, dtype),
+        *router[:5],
+        padding_mask,
     )
     return _routing(router, outputs), product
+
+
+def route_and_attend(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    router: LinearRouter,
+    padding_mask: Tensor | None,
+    kv_heads: int,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> tuple[Routing, Tensor]:
+    """Do as `project_and_route`, and attend for the pairs that run, as one node of autograd.
+
+    Args:
+        x, weight, bias, dtype, router, padding_mask: see `project_and_route`; the product is queries, keys and values.
+        kv_heads, is_causal, mask: see `kernels.attend_product`.
+
+    Returns:
+        The Routing, and weighted outputs [B, N, H*D], 0 where a head is off.
+    """
+    attended, *outputs = run(
+        "moh_vision_triton::route_and_attend",
+        x,
+        cast(x, dtype),
+        cast(weight, dtype),
+        cast_bias(bias, dtype),
+        *router[:5],
+        padding_mask,
+        kv_heads,
+        is_causal,
+        mask,
+    )
+    return _routing(router, outputs[:5]), attended
 
 
 def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
     """Make a Routing of the outputs of an operator."""
     weights, active, rows, probs, counts, *listed = outputs
-    stats = RoutingStats(probs, counts, rows[..., : router.candidates])
+    logits = rows.narrow(-1, 0, router.candidates)
+    stats = RoutingStats(probs, counts, logits)
     count = router.shared + router.routed
     pairs = None
     if listed:
@@ -105,13 +167,13 @@ def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
     return Routing(weights, active, stats, count, pairs)
 
 
-def _operator(x: Tensor, weight: Tensor):
-    """Return the operator that routes x, or None if there is none."""
+def _operator(x: Tensor, weight: Tensor) -> str | None:
+    """Return the name of the operator that routes x, or None if there is none."""
     route_path = _path(x, weight)
     if route_path == "cpp":
-        return torch.ops.moh_vision.route
+        return "moh_vision::route"
     if route_path == "triton" and works("route", x.device, x.dtype, weight.dtype):
-        return torch.ops.moh_vision_triton.route
+        return "moh_vision_triton::route"
     return None
 
 

@@ -1,5 +1,7 @@
 """Parts that several routers use: a base class, their linear layer, and means over tokens."""
 
+from typing import Any
+
 import torch
 import torch.fx
 from torch import Tensor, nn
@@ -8,7 +10,7 @@ from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
-from moh_vision.attention.routing import Routing, RoutingStats, expand_stats
+from moh_vision.attention.routing import Routing, RoutingStats
 
 # A leaf while fx traces; `wrap` is needed in every module that calls the function.
 torch.fx.wrap("gate_logits")
@@ -22,6 +24,13 @@ class TopKRouter(nn.Module):
     all_heads = False
     aux_loss = "moh"
     shared_share = SHARED_SHARE
+    # Whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone.
+    routes_linearly = False
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        cls.routes_linearly = "as_linear" in vars(owner)
 
     def __init__(self, budget: HeadBudget):
         super().__init__()
@@ -33,12 +42,6 @@ class TopKRouter(nn.Module):
         None: the router does more than one linear layer does, or its modules must be called.
         """
         return None
-
-    @property
-    def routes_linearly(self) -> bool:
-        """Return whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone."""
-        owner = next(cls for cls in type(self).__mro__ if "forward" in vars(cls))
-        return "as_linear" in vars(owner)
 
     @property
     def num_shared(self) -> int:
@@ -133,6 +136,11 @@ def route_sequences(
             f"sequence, or a single vector of shape ({condition.shape[1]},) for one choice that serves all of them"
         )
     return router(condition.unsqueeze(1), q)._replace(choice="sequence")
+
+
+def expand_stats(stats: RoutingStats, batch: int) -> RoutingStats:
+    """Repeat the statistics of one choice [1, ..] for `batch` sequences that share it, without a copy."""
+    return RoutingStats(*(value.expand(batch, *value.shape[1:]) for value in stats))
 
 
 def causal_mean(

@@ -84,19 +84,21 @@ class MoHRouter(TopKRouter):
     @property
     def settings(self) -> tuple[int, int, int, str, bool]:
         """Return the fields of a `LinearRouter` after its weight, which are also arguments of `choose`."""
+        budget = self.budget
         gate_form = "released" if self.released else "paper"
-        balanced = self.balance is not None
-        return self.num_candidates, self.num_shared, self.num_routed, gate_form, balanced
+        return budget.candidates, budget.shared, budget.routed, gate_form, self.balance is not None
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
-        linears = self.linears
-        if not all(plain(linear, GateLinear) for linear in linears):
-            return None
+        weights = []
+        for linear in self.linears:
+            if not plain(linear, GateLinear):
+                return None
+            weights.append(linear.weight)
         # One weight [E + h_s + 2, C] for one product, because all of them read the same tokens.
-        if not linears:
+        if not weights:
             weight = x.new_zeros((0, x.shape[-1]))
-        elif len(linears) == 1:
-            weight = linears[0].weight
+        elif len(weights) == 1:
+            weight = weights[0]
         else:
-            weight = torch.cat([linear.weight for linear in linears])
+            weight = torch.cat(weights)
         return LinearRouter(weight, *self.settings)

@@ -11,6 +11,7 @@ through pointers elsewhere. The host makes the descriptors. A kernel that made t
 sets for each thread, and autograd's thread has none.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from moh_vision.attention.kernels.gpu.blocks import (
     next_power_of_2,
     precision_of,
     row_of,
+    uses_tf32,
 )
 from moh_vision.attention.kernels.gpu.rows import (
     BOOL_MASK,
@@ -173,88 +175,150 @@ def forward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs and lse, see `moh_vision.attention.kernels.gpu.library.attend`."""
-    B, H, N, D = q.shape
-    _, G, M, _ = k.shape
-    o = q.new_empty(B, N, H * D)
-    lse = q.new_empty(token.shape, dtype=torch.float32)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
-    given = Given.of(q, k, weights, mask, is_causal)
-    spec, options = given.spec("forward", q, k, v)
-    programs = cdiv(N, spec.BLOCK_M) * B * H
-    if programs:
-        tiles = given.key_tiles(spec, k, v)
-        tensors = (q, k, v, weights, given.mask, token, offsets, o, lse)
-        rows_by = [in_units(x, spec.UNIT) for x in (q, k, v)]
-        strides = (*rows_by, given.gates_by, given.mask_by)
-        sizes = (B, N, M, H, G, math.sqrt(D))
-        forward_kernel[(programs,)](*tensors, *tiles, *strides, *sizes, spec=spec, **options)
+    return attend(Layout.of(q, k, v), q, k, v, weights, token, offsets, is_causal, mask)
+
+
+def forward_of_product(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Do as `forward` with queries, keys and values that are one tensor, see `library.attend_product`."""
+    product = contiguous_rows(product)
+    layout = Layout.of_product(product, heads, kv_heads)
+    return attend(layout, *layout.parts(product), weights, token, offsets, is_causal, mask)
+
+
+def attend(
+    layout: "Layout",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the forward kernel.
+
+    Args:
+        layout: how queries, keys and values lie in memory.
+        q, k, v: tensors that begin with their first elements, of any shape.
+        weights, token, offsets, is_causal, mask: see `forward`.
+    """
+    given, mask = Given.of(layout, weights, mask, is_causal)
+    o = q.new_empty((layout.B, layout.N, layout.H * layout.D))
+    lse = q.new_empty(token.shape, dtype=torch.float32)
+    launch = find_launch("forward", layout, given, uses_tf32())
+    if launch.programs:
+        tiles = key_tiles(launch.spec, layout, k, v)
+        tensors = (q, k, v, weights, mask, token, offsets, o, lse)
+        strides = (*launch.rows_by, given.gates_by, given.mask_by)
+        forward_kernel[(launch.programs,)](
+            *tensors, *tiles, *strides, *layout.sizes, spec=launch.spec, **launch.options
+        )
     return o, lse
 
 
-# ---- Arguments of the kernels, for forward and backward
+# ---- What decides a launch, for forward and backward
+
+Strides = tuple[int, int, int]  # along b, head and token, in elements
 
 
-def unit_of(*rows: Tensor) -> int:
-    """Return 8 if all row strides are multiples of 8 elements, else 1: the unit in which kernels get these strides.
+class Layout(NamedTuple):
+    """Sizes of a call, and where the rows of queries, keys and values lie in memory."""
 
-    If Triton knows that a stride is divisible by 8, it loads several elements at a time. By itself it only finds out
-    whether a stride is divisible by 16, which that of rows of 72 elements is not. A kernel that gets a stride in units
-    and multiplies it by 8 tells Triton.
-    """
-    strides = [stride for x in rows for stride in x.stride()[:-1]]
-    if all(stride % 8 == 0 for stride in strides):
-        return 8
-    return 1
+    dtype: torch.dtype
+    card: int  # see `blocks.card_of`
+    B: int
+    N: int
+    M: int
+    H: int
+    G: int
+    D: int
+    q_by: Strides
+    k_by: Strides
+    v_by: Strides
+    described: bool  # whether keys and values can be read through descriptors
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Layout":
+        """Return the layout of q [B, H, N, D], k and v [B, G, M, D], whose last dimensions are contiguous."""
+        B, H, N, D = q.shape
+        _, G, M, _ = k.shape
+        described = fits_descriptor(k) and fits_descriptor(v)
+        strides = (q.stride()[:3], k.stride()[:3], v.stride()[:3])
+        return cls(q.dtype, card_of(q.device), B, N, M, H, G, D, *strides, described)
+
+    @classmethod
+    def of_product(cls, product: Tensor, heads: int, kv_heads: int) -> "Layout":
+        """Return the layout of the parts of a product [B, N, (H + 2 * G) * D], grouped q | k | v, and by head in each."""
+        aligned = product.data_ptr() % 16 == 0
+        device = product.device
+        shape = (product.shape, product.stride(), product.dtype)
+        return layout_of_product(*shape, card_of(device), heads, kv_heads, aligned)
+
+    def parts(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, N, H * D], keys and values [B, N, G * D] of a product."""
+        keys = self.G * self.D
+        return torch.split_with_sizes(product, (self.H * self.D, keys, keys), 2)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, float]:
+        """B, N, M, H, G and sqrt(D), the last arguments of the kernels."""
+        return self.B, self.N, self.M, self.H, self.G, math.sqrt(self.D)
 
 
-def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
-    """Return the strides of x without that of the last dimension, in units of `unit` elements."""
-    return tuple(stride // unit for stride in x.stride()[:-1])
-
-
-def fits_descriptor(x: Tensor) -> bool:
-    """Return whether a tensor can be read through a descriptor.
-
-    Its strides must be multiples of 16 bytes, none of them 0 (an expanded dimension), and its rows contiguous.
-    """
-    size = x.element_size()
-    strides = [stride for length, stride in zip(x.shape[:-1], x.stride()[:-1]) if length > 1]
-    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in strides)
-    return x.data_ptr() % 16 == 0 and aligned and x.numel() > 0 and x.stride(-1) == 1
-
-
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Return a descriptor that loads tiles of `rows` rows of x [B, G, M, D]; rows beyond M are loaded as 0."""
-    # The stride of a dimension of size 1 has no effect but must be valid: 16 elements always are.
-    strides = list(x.stride()[:-1])
-    for dimension, length in enumerate(x.shape[:-1]):
-        if length == 1:
-            strides[dimension] = 16
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[-1]])
+@functools.lru_cache(maxsize=4096)
+def layout_of_product(
+    shape: tuple[int, int, int],
+    by: Strides,
+    dtype: torch.dtype,
+    card: int,
+    heads: int,
+    kv_heads: int,
+    aligned: bool,
+) -> Layout:
+    """Return what `Layout.of_product` does; `by` has the strides, `aligned` says whether its address is a multiple of 16."""
+    B, N, width = shape
+    D = width // (heads + 2 * kv_heads)
+    sequence_by, token_by, _ = by
+    rows_by = (sequence_by, D, token_by)
+    # Each part begins at a multiple of D elements; see `fits_descriptor`.
+    steps_fit = all(step > 0 and step * dtype.itemsize % 16 == 0 for step in rows_by)
+    described = aligned and steps_fit and B * N > 0
+    return Layout(dtype, card, B, N, N, heads, kv_heads, D, rows_by, rows_by, rows_by, described)
 
 
 class Given(NamedTuple):
     """How kernels read the gates and the mask of a call."""
 
     gated: bool
-    mask: Tensor | None  # [B, H, N, M], contiguous along M; uint8 or float
     mask_type: int  # the value of NO_MASK, BOOL_MASK or FLOAT_MASK
     is_causal: bool
-    gates_by: tuple[
-        int, int, int
-    ]  # strides of the gates along b, n, h; 0 along n if there is one gate per sequence
-    mask_by: tuple[int, int, int]  # strides of the mask along b, h, n
+    gates_by: Strides  # along b, n and h; 0 along n if there is one gate per sequence
+    mask_by: Strides  # along b, h and n
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        weights: Tensor | None,
-        mask: Tensor | None,
-        is_causal: bool,
-    ) -> "Given":
-        """Prepare the gates `weights` [B, N or 1, H] and the mask of a call, see `library.attend`."""
+        cls, layout: Layout, weights: Tensor | None, mask: Tensor | None, is_causal: bool
+    ) -> tuple["Given", Tensor | None]:
+        """Prepare the gates and the mask of a call.
+
+        Args:
+            layout: the sizes of the call.
+            weights, mask, is_causal: see `library.attend`.
+
+        Returns:
+            How they are read, and the mask as kernels read it: [B, H, N, M], contiguous along M, uint8 or float.
+        """
         gates_by = (0, 0, 0)
         if weights is not None:
             gates_by = weights.stride()
@@ -268,61 +332,126 @@ class Given(NamedTuple):
             if mask.dtype == torch.bool:
                 mask_type = BOOL_MASK.value
                 mask = mask.view(torch.uint8)
-            mask = mask.expand(*q.shape[:3], k.shape[2])
+            mask = mask.expand(layout.B, layout.H, layout.N, layout.M)
             mask_by = mask.stride()[:3]
-        return cls(weights is not None, mask, mask_type, is_causal, gates_by, mask_by)
+        return cls(weights is not None, mask_type, is_causal, gates_by, mask_by), mask
 
-    def spec(
-        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor
-    ) -> tuple[Spec, dict]:
-        """Return the compile-time constants of a kernel, and its launch options.
 
-        Args:
-            kernel: "forward", "queries" or "keys".
-            q, k, v: [B, H, N, D] and [B, G, M, D].
-            *gradients: gradients that the kernel writes; their strides too are given in units.
-        """
-        D = q.shape[3]
-        precision = precision_of(q.dtype)
-        row = row_of(precision, card_of(q.device), D, self.mask is not None, q.shape[2])
-        block: Block = getattr(row, kernel)
-        # TMA loads tiles of width D: a head width that is padded or split into two parts needs pointers.
-        is_whole = widths(D) == (D, 0)
-        tma = block.tma and is_whole and fits_descriptor(k) and fits_descriptor(v)
-        spec = Spec(
-            D,
-            *widths(D),
-            UNIT=unit_of(q, k, v, *gradients),
-            GATED=self.gated,
-            MASK=self.mask_type,
-            CAUSAL=self.is_causal,
-            PRECISION="tf32" if precision == "tf32" else "ieee",
-            BLOCK_M=block.queries,
-            BLOCK_N=block.keys,
-            EDGE_N=self.edge(block.keys, k.shape[2]),
-            TMA=tma,
-        )
-        return spec, dict(num_warps=block.warps, num_stages=block.stages)
+class Launch(NamedTuple):
+    """What is the same in all launches of a kernel for calls of one layout."""
 
-    def edge(self, block: int, keys: int) -> int:
-        """Return the size of blocks of keys at the edge, see EDGE of `mask_scores`.
+    spec: Spec
+    options: dict[str, int]  # num_warps and num_stages
+    programs: int
+    rows_by: tuple[Strides, ...]  # strides of queries, keys and values in units of spec.UNIT
+    grads_by: tuple[Strides, ...]  # the same of the gradients that the kernel writes
 
-        Without a causal mask the edge is what remains of the keys after the full blocks. Its size is a power of two, at
-        least 16: 197 keys in blocks of 64 leave 5, and the block at the edge has size 16.
 
-        Args:
-            block: size of the full blocks.
-            keys: M.
-        """
-        if (
-            self.is_causal
-        ):  # blocks on the diagonal are at the edge too, and have up to `block` keys
-            return block
-        remaining = keys % block  # if 0, there is no block at the edge
-        return min(block, max(16, next_power_of_2(remaining)))
+@functools.lru_cache(maxsize=4096)  # texts of every length have a layout each
+def find_launch(
+    kernel: str, layout: Layout, given: Given, tf32: bool, grads_by: tuple[Strides, ...] = ()
+) -> Launch:
+    """Return how a kernel is launched.
 
-    def key_tiles(self, spec: Spec, k: Tensor, v: Tensor) -> tuple[TensorDescriptor | None, ...]:
-        """Return descriptors of keys and values, or None for both if the kernel reads them through pointers."""
-        if not spec.TMA:
-            return None, None
-        return descriptor(k, spec.BLOCK_N), descriptor(v, spec.BLOCK_N)
+    Args:
+        kernel: "forward", "queries" or "keys".
+        layout, given: of the call.
+        tf32: whether PyTorch multiplies float32 in tf32.
+        grads_by: strides of the gradients that the kernel writes.
+    """
+    c = layout
+    precision = precision_of(c.dtype, tf32)
+    masked = given.mask_type != NO_MASK.value
+    block: Block = getattr(row_of(precision, c.card, c.D, masked, c.N), kernel)
+    # TMA loads tiles of width D: a head width that is padded or split into two parts needs pointers.
+    is_whole = widths(c.D) == (c.D, 0)
+    rows_by = (c.q_by, c.k_by, c.v_by)
+    unit = unit_of(*rows_by, *grads_by)
+    spec = Spec(
+        c.D,
+        *widths(c.D),
+        UNIT=unit,
+        GATED=given.gated,
+        MASK=given.mask_type,
+        CAUSAL=given.is_causal,
+        PRECISION="tf32" if precision == "tf32" else "ieee",
+        BLOCK_M=block.queries,
+        BLOCK_N=block.keys,
+        EDGE_N=edge(block.keys, c.M, given.is_causal),
+        TMA=block.tma and is_whole and c.described,
+    )
+    programs = cdiv(c.N, spec.BLOCK_M) * c.B * c.H
+    if kernel == "keys":
+        programs = cdiv(c.M, spec.BLOCK_N) * c.B * c.G
+    return Launch(
+        spec,
+        dict(num_warps=block.warps, num_stages=block.stages),
+        programs,
+        rows_by=tuple(in_units(by, unit) for by in rows_by),
+        grads_by=tuple(in_units(by, unit) for by in grads_by),
+    )
+
+
+def unit_of(*rows_by: tuple[int, ...]) -> int:
+    """Return 8 if all row strides are multiples of 8 elements, else 1: the unit in which kernels get these strides.
+
+    If Triton knows that a stride is divisible by 8, it loads several elements at a time. By itself it only finds out
+    whether a stride is divisible by 16, which that of rows of 72 elements is not. A kernel that gets a stride in units
+    and multiplies it by 8 tells Triton.
+    """
+    if all(stride % 8 == 0 for by in rows_by for stride in by):
+        return 8
+    return 1
+
+
+def in_units(by: tuple[int, ...], unit: int) -> tuple[int, ...]:
+    """Return strides in units of `unit` elements."""
+    return tuple(stride // unit for stride in by)
+
+
+def edge(block: int, keys: int, is_causal: bool) -> int:
+    """Return the size of blocks of keys at the edge, see EDGE of `mask_scores`.
+
+    Without a causal mask the edge is what remains of the keys after the full blocks. Its size is a power of two, at
+    least 16: 197 keys in blocks of 64 leave 5, and the block at the edge has size 16.
+
+    Args:
+        block: size of the full blocks.
+        keys: M.
+        is_causal: blocks on the diagonal are at the edge too, and have up to `block` keys.
+    """
+    if is_causal:
+        return block
+    remaining = keys % block  # if 0, there is no block at the edge
+    return min(block, max(16, next_power_of_2(remaining)))
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Return whether a tensor can be read through a descriptor.
+
+    Its strides must be multiples of 16 bytes, none of them 0 (an expanded dimension), and its rows contiguous.
+    """
+    size = x.element_size()
+    strides = [stride for length, stride in zip(x.shape[:-1], x.stride()[:-1]) if length > 1]
+    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in strides)
+    return x.data_ptr() % 16 == 0 and aligned and x.numel() > 0 and x.stride(-1) == 1
+
+
+def key_tiles(
+    spec: Spec, layout: Layout, k: Tensor, v: Tensor
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return descriptors of keys and values, or None for both if the kernel reads them through pointers."""
+    if not spec.TMA:
+        return None, None
+    return descriptor(k, layout, layout.k_by, spec), descriptor(v, layout, layout.v_by, spec)
+
+
+def descriptor(x: Tensor, layout: Layout, by: Strides, spec: Spec) -> TensorDescriptor:
+    """Return a descriptor that loads tiles of spec.BLOCK_N rows of keys or values [B, G, M, D] at x.
+
+    Rows beyond M are loaded as 0.
+    """
+    lengths = (layout.B, layout.G, layout.M)
+    # The stride of a dimension of size 1 has no effect but must be valid: 16 elements always are.
+    strides = [16 if length == 1 else stride for length, stride in zip(lengths, by)]
+    return TensorDescriptor(x, [*lengths, layout.D], [*strides, 1], [1, 1, spec.BLOCK_N, layout.D])

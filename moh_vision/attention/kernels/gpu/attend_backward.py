@@ -15,15 +15,24 @@ The keys kernel reads every pair once for each block of keys. So it pays to pack
 contiguous, which lets Triton prefetch them, and no token has to be looked up in the list.
 """
 
-import math
+import functools
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu.attend import Given, in_units, unit_of
-from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows
+from moh_vision.attention.kernels.gpu.attend import (
+    Given,
+    Layout,
+    Strides,
+    find_launch,
+    in_units,
+    key_tiles,
+    unit_of,
+)
+from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows, uses_tf32
 from moh_vision.attention.kernels.gpu.rows import (
     FLOAT_MASK,
     LOG2E,
@@ -313,63 +322,13 @@ class Packed(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Memory for the gradients that backward computes; those of queries, keys and values may be views of one buffer."""
+    """Memory for the gradients of queries, keys, values and gates; the first three may be parts of one buffer."""
 
-    q: Tensor  # [B, H, N, D]
-    k: Tensor  # [B, G, M, D]
-    v: Tensor  # [B, G, M, D]
+    q: Tensor  # of any shape, like k and v: `by` says where their rows lie
+    k: Tensor
+    v: Tensor
     gates: Tensor  # [B, N, H] float32, or empty
-
-
-def pack(
-    do: Tensor,
-    q: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    weights: Tensor | None,
-    token: Tensor,
-    offsets: Tensor,
-    given: Given,
-    grads: Gradients,
-) -> Packed:
-    """Pack the rows of pairs, and write zeros into the gradients of queries and gates where a head is off.
-
-    Arguments are those of `backward`; `given` has its gates and mask.
-    """
-    B, H, N, D = q.shape
-    pairs = token.shape[0]
-    rows = q.new_empty(2, pairs, sum(widths(D)))
-    scalars = lse.new_empty(3, pairs)  # lse2, delta and gates
-    gates = None
-    dgates = None
-    if given.gated:
-        gates = scalars[2]
-        dgates = grads.gates
-    packed = Packed(rows[0], rows[1], gates, scalars[0], scalars[1])
-    unit = unit_of(q, do, grads.q)
-    spec = Spec(
-        D,
-        *widths(D),
-        UNIT=unit,
-        GATED=given.gated,
-        BLOCK_M=PACKED_PAIRS,
-        # The kernel reads no keys and makes no product, so what follows has no effect.
-        MASK=NO_MASK.value,
-        CAUSAL=False,
-        PRECISION="ieee",
-        BLOCK_N=16,
-        EDGE_N=16,
-        TMA=False,
-    )
-    programs = cdiv(N, PACKED_PAIRS) * B * H
-    if programs:
-        tensors = (q, do, o, weights, lse, token, offsets)
-        q_by, do_by, dq_by = (in_units(x, unit) for x in (q, do, grads.q))
-        strides = (q_by, do_by, given.gates_by, dq_by)
-        pack_kernel[(programs,)](
-            *tensors, *packed, grads.q, dgates, *strides, B, N, H, spec=spec, num_warps=4
-        )
-    return packed
+    by: tuple[Strides, Strides, Strides]  # of the rows of q, k and v
 
 
 def backward(
@@ -384,47 +343,180 @@ def backward(
     offsets: Tensor,
     is_causal: bool,
     mask: Tensor | None,
-    grads: Gradients,
-) -> Tensor:
-    """Write the gradients of queries, keys and values into `grads`; return the gradients of the gates.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries [B, H, N, D], keys and values [B, G, M, D], and gates.
 
-    The gradients of queries and gates are 0 where a head is off.
+    The gradients of queries and gates are 0 where a head is off. Those of the gates are float32, of the shape of `weights`; an
+    empty tensor if `weights` is None.
 
     Args:
         do: gradients of the outputs, [B, N, H * D].
         o, lse: results of the forward pass.
-        grads: memory for the gradients.
         q, ..., mask: see `moh_vision.attention.kernels.gpu.library.attend`.
-
-    Returns:
-        The gradients of the gates in float32, of the shape of `weights`; an empty tensor if `weights` is None.
     """
-    B, H, N, D = q.shape
-    _, G, M, _ = k.shape
-    q, k, v, do = (contiguous_rows(x) for x in (q, k, v, do))
-    given = Given.of(q, k, weights, mask, is_causal)
-    packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, given, grads)
-    sizes = (B, N, M, H, G, math.sqrt(D))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
+    layout = Layout.of(q, k, v)
+    # The memory layout is [B, N, H, D] and [B, M, G, D], like the outputs of a projection.
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    by = tuple(x.stride()[:3] for x in (dq, dk, dv))
+    grads = Gradients(dq, dk, dv, new_gates(layout, lse, weights), by)
+    lists = (token, offsets)
+    dgates = write_gradients(
+        layout, do, q, k, v, o, lse, weights, *lists, is_causal, mask, grads=grads
+    )
+    return dq, dk, dv, dgates
 
-    spec, options = given.spec("queries", q, k, v, grads.q)
-    programs = cdiv(N, spec.BLOCK_M) * B * H
-    if programs:
-        tiles = given.key_tiles(spec, k, v)
-        tensors = (k, v, given.mask, token, offsets, grads.q, grads.gates)
-        k_by, v_by, dq_by = (in_units(x, spec.UNIT) for x in (k, v, grads.q))
-        strides = (k_by, v_by, given.mask_by, dq_by)
-        queries_kernel[(programs,)](
-            *packed, *tensors, *tiles, *strides, *sizes, spec=spec, **options
+
+def backward_of_product(
+    do: Tensor,
+    product: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    heads: int,
+    kv_heads: int,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the product, see `library.attend_product`, and of the gates, see `backward`."""
+    product = contiguous_rows(product)
+    layout = Layout.of_product(product, heads, kv_heads)
+    dproduct = torch.empty_like(product, memory_format=torch.contiguous_format)
+    width = product.shape[2]
+    by = (layout.N * width, layout.D, width)
+    dgates = new_gates(layout, lse, weights)
+    grads = Gradients(*layout.parts(dproduct), dgates, (by, by, by))
+    parts = layout.parts(product)
+    lists = (token, offsets)
+    dgates = write_gradients(
+        layout, do, *parts, o, lse, weights, *lists, is_causal, mask, grads=grads
+    )
+    return dproduct, dgates
+
+
+def new_gates(layout: Layout, lse: Tensor, weights: Tensor | None) -> Tensor:
+    """Return memory for the gradients of gates [B, N, H], or an empty tensor if there are no gates."""
+    if weights is None:
+        return lse.new_empty(0)
+    return lse.new_empty((layout.B, layout.N, layout.H))
+
+
+def write_gradients(  # noqa: PLR0913
+    layout: Layout,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+    grads: Gradients,
+) -> Tensor:
+    """Launch the three kernels, which write `grads`; return the gradients of the gates in the shape of `weights`.
+
+    Args:
+        layout: how queries, keys and values lie in memory.
+        q, k, v: tensors that begin with their first elements, of any shape.
+        do, ..., mask: see `backward`.
+        grads: memory for the gradients.
+    """
+    do = contiguous_rows(do)
+    given, mask = Given.of(layout, weights, mask, is_causal)
+    tf32 = uses_tf32()
+    dq_by, dk_by, dv_by = grads.by
+    packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, layout, given, grads)
+
+    launch = find_launch("queries", layout, given, tf32, (dq_by,))
+    if launch.programs:
+        _, k_by, v_by = launch.rows_by
+        tiles = key_tiles(launch.spec, layout, k, v)
+        tensors = (k, v, mask, token, offsets, grads.q, grads.gates)
+        strides = (k_by, v_by, given.mask_by, *launch.grads_by)
+        queries_kernel[(launch.programs,)](
+            *packed, *tensors, *tiles, *strides, *layout.sizes, spec=launch.spec, **launch.options
         )
 
-    spec, options = given.spec("keys", q, k, v, grads.k, grads.v)
-    programs = cdiv(M, spec.BLOCK_N) * B * G
-    if programs:
-        tensors = (k, v, given.mask, token, offsets, grads.k, grads.v)
-        rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
-        grads_by = [in_units(x, spec.UNIT) for x in (grads.k, grads.v)]
-        strides = (*rows_by, given.mask_by, *grads_by)
-        keys_kernel[(programs,)](*packed, *tensors, *strides, *sizes, spec=spec, **options)
-    if given.gated and weights.shape[1] == 1:
+    launch = find_launch("keys", layout, given, tf32, (dk_by, dv_by))
+    if launch.programs:
+        _, k_by, v_by = launch.rows_by
+        tensors = (k, v, mask, token, offsets, grads.k, grads.v)
+        strides = (k_by, v_by, given.mask_by, *launch.grads_by)
+        keys_kernel[(launch.programs,)](
+            *packed, *tensors, *strides, *layout.sizes, spec=launch.spec, **launch.options
+        )
+    if weights is not None and weights.shape[1] == 1:
         return grads.gates.sum(1, keepdim=True)
     return grads.gates
+
+
+def pack(
+    do: Tensor,
+    q: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    layout: Layout,
+    given: Given,
+    grads: Gradients,
+) -> Packed:
+    """Pack the rows of pairs, and write zeros into the gradients of queries and gates where a head is off.
+
+    Arguments are those of `write_gradients`; `given` says how the gates are read.
+    """
+    pairs = token.shape[0]
+    spec, q_by, do_by, dq_by = pack_spec(layout, given.gated, do.stride()[:2], grads.by[0])
+    rows = q.new_empty((2, pairs, spec.WIDTH0 + spec.WIDTH1))
+    scalars = lse.new_empty((3, pairs))  # lse2, delta and gates
+    gates = None
+    dgates = None
+    if given.gated:
+        gates = scalars[2]
+        dgates = grads.gates
+    packed = Packed(rows[0], rows[1], gates, scalars[0], scalars[1])
+    programs = cdiv(layout.N, PACKED_PAIRS) * layout.B * layout.H
+    if programs:
+        tensors = (q, do, o, weights, lse, token, offsets)
+        strides = (q_by, do_by, given.gates_by, dq_by)
+        sizes = (layout.B, layout.N, layout.H)
+        pack_kernel[(programs,)](
+            *tensors, *packed, grads.q, dgates, *strides, *sizes, spec=spec, num_warps=4
+        )
+    return packed
+
+
+@functools.lru_cache(maxsize=4096)
+def pack_spec(
+    layout: Layout, gated: bool, do_by: tuple[int, int], dq_by: Strides
+) -> tuple[Spec, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the constants of `pack_kernel`, and the strides of queries, `do` and `dq` in units of spec.UNIT.
+
+    Args:
+        layout: how queries lie in memory.
+        gated: whether there are gates.
+        do_by: strides of the gradients of the outputs, along b and n.
+        dq_by: strides of the gradients of queries.
+    """
+    unit = unit_of(layout.q_by, do_by, dq_by)
+    spec = Spec(
+        layout.D,
+        *widths(layout.D),
+        UNIT=unit,
+        GATED=gated,
+        BLOCK_M=PACKED_PAIRS,
+        # The kernel reads no keys and makes no product, so what follows has no effect.
+        MASK=NO_MASK.value,
+        CAUSAL=False,
+        PRECISION="ieee",
+        BLOCK_N=16,
+        EDGE_N=16,
+        TMA=False,
+    )
+    return spec, in_units(layout.q_by, unit), in_units(do_by, unit), in_units(dq_by, unit)

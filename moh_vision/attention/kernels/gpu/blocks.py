@@ -114,15 +114,19 @@ def row_of(precision: str, card: int, D: int, masked: bool, tokens: int) -> Row:
     raise ValueError(f"no row for {precision}, head width {D}")
 
 
-def precision_of(dtype: torch.dtype) -> str:
+def precision_of(dtype: torch.dtype, tf32: bool) -> str:
     """Return the precision of matrix products of a dtype.
 
     It is "16 bits" for bfloat16 and float16. For float32 it is "tf32" where tensor cores round the factors to tf32, else
     "float32".
+
+    Args:
+        dtype: of the factors.
+        tf32: see `uses_tf32`.
     """
     if dtype != torch.float32:
         return "16 bits"
-    return "tf32" if uses_tf32() else "float32"
+    return "tf32" if tf32 else "float32"
 
 
 def uses_tf32() -> bool:

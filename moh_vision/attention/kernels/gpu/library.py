@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.kernels import eager
+from moh_vision.attention.kernels import contract, eager
 from moh_vision.attention.kernels.contract import (
     DTYPES,
     WIDEST,
+    attend_product_oracle,
     describe_attend,
     describe_route,
     differentiate,
-    split_product,
 )
-from moh_vision.attention.kernels.gpu import project_route, route, sequences, weigh
-from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
-from moh_vision.attention.kernels.gpu.attend_backward import Gradients
-from moh_vision.attention.kernels.gpu.attend_backward import backward as attend_backward
+from moh_vision.attention.kernels.gpu import attend as attend_forward
+from moh_vision.attention.kernels.gpu import (
+    attend_backward,
+    project_route,
+    route,
+    route_attend,
+    sequences,
+    weigh,
+)
 from moh_vision.attention.kernels.gpu.pairs import longest_list, pairs
 
 NAME = "moh_vision_triton"
@@ -42,8 +47,13 @@ def define(schema: str, run: Callable, fake: Callable | None = None) -> None:
 
     @functools.wraps(run)
     def on_its_device(*args):
-        first_tensor = next(x for x in args if isinstance(x, Tensor))
-        with torch.cuda.device_of(first_tensor):
+        for first_tensor in args:
+            if isinstance(first_tensor, Tensor):
+                break
+        device = first_tensor.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return run(*args)
+        with torch.cuda.device(device):
             return run(*args)
 
     name = schema.partition("(")[0]
@@ -87,7 +97,8 @@ def attend(
         lse: [P] float32, the log-sum-exp of each pair's scores, -inf where the query sees no key. It has no gradient.
     """
     _check_attend(q, k, v, weights, token, offsets, mask)
-    return OPS.attend_in_place(q, k, v, weights, token, offsets, is_causal, mask)
+    inputs = (q, k, v, weights, token, offsets, is_causal, mask)
+    return contract.run("moh_vision_triton::attend_in_place", *inputs)
 
 
 def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
@@ -102,6 +113,25 @@ def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
         raise ValueError(
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
         )
+    _check_lists(B, H, N, weights, token, offsets)
+    _check_mask(B, H, N, M, mask)
+
+
+def _check_product(product, heads, kv_heads, weights, token, offsets, mask) -> None:
+    """Raise ValueError for arguments of `attend_product` that the kernels cannot take."""
+    B, N, width = product.shape
+    columns = heads + 2 * kv_heads
+    if product.dtype not in DTYPES or heads % kv_heads or width % columns:
+        raise ValueError(
+            f"product {product.dtype} {tuple(product.shape)} of {heads} heads and {kv_heads} key-value heads"
+        )
+    if width > WIDEST * columns:
+        raise ValueError(f"heads of width {width // columns}, at most {WIDEST}")
+    _check_lists(B, heads, N, weights, token, offsets)
+    _check_mask(B, heads, N, N, mask)
+
+
+def _check_lists(B: int, H: int, N: int, weights, token, offsets) -> None:
     if weights is not None:
         if weights.dtype != torch.float32 or weights.shape not in ((B, N, H), (B, 1, H)):
             raise ValueError(
@@ -111,9 +141,14 @@ def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
         raise ValueError(
             f"token {token.dtype}, offsets {offsets.dtype} {tuple(offsets.shape)}, not int32 {H * B + 1}"
         )
-    if mask is not None and (mask.dim() != 4 or mask.shape[3] != M):
+
+
+def _check_mask(B: int, H: int, N: int, M: int, mask) -> None:
+    if mask is None:
+        return
+    if mask.dim() != 4 or mask.shape[3] != M:
         raise ValueError(f"mask {tuple(mask.shape)}, not [{B} or 1, {H} or 1, {N} or 1, {M}]")
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+    if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("the mask requires a gradient, and this operator has none for it")
 
 
@@ -134,60 +169,30 @@ def attend_product(
         heads, kv_heads: H and G.
         weights, token, offsets, is_causal, mask: see `attend`.
     """
-    q, k, v = split_product(product, heads, kv_heads)
-    _check_attend(q, k, v, weights, token, offsets, mask)
-    return OPS.attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask)
-
-
-def _run_attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask):
-    q, k, v = split_product(product, heads, kv_heads)
-    return attend_forward(q, k, v, weights, token, offsets, is_causal, mask)
-
-
-def _new_gates(lse: Tensor, q: Tensor, weights: Tensor | None) -> Tensor:
-    """Return memory for the gradients of gates [B, N, H], or an empty tensor if there are no gates."""
-    if weights is None:
-        return lse.new_empty(0)
-    B, H, N, _ = q.shape
-    return lse.new_empty(B, N, H)
-
-
-def _run_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
-    # The memory layout is [B, N, H, D] and [B, M, G, D], like the outputs of a projection.
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    grads = Gradients(dq, dk, dv, _new_gates(lse, q, weights))
-    dgates = attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask, grads)
-    return dq, dk, dv, dgates
-
-
-def _run_attend_product_backward(
-    do, product, o, lse, heads, kv_heads, weights, token, offsets, is_causal, mask
-):
-    q, k, v = split_product(product, heads, kv_heads)
-    dproduct = torch.empty_like(product, memory_format=torch.contiguous_format)
-    grads = Gradients(*split_product(dproduct, heads, kv_heads), _new_gates(lse, q, weights))
-    dgates = attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask, grads)
-    return dproduct, dgates
+    _check_product(product, heads, kv_heads, weights, token, offsets, mask)
+    inputs = (product, heads, kv_heads, weights, token, offsets, is_causal, mask)
+    return contract.run("moh_vision_triton::attend_product", *inputs)
 
 
 _LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
 _PRODUCT = f"int heads, int kv_heads, {_LISTS}"
 define(
-    f"attend_in_place(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)", attend_forward
+    f"attend_in_place(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)",
+    attend_forward.forward,
 )
 define(
     f"attend_in_place_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_LISTS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_attend_backward,
+    attend_backward.backward,
 )
 define(
     f"attend_product(Tensor product, {_PRODUCT}) -> (Tensor, Tensor)",
-    _run_attend_product,
+    attend_forward.forward_of_product,
 )
 define(
     f"attend_product_backward(Tensor grad, Tensor product, Tensor o, Tensor lse, {_PRODUCT})"
     " -> (Tensor, Tensor)",
-    _run_attend_product_backward,
+    attend_backward.backward_of_product,
 )
 describe_attend(NAME)
 
@@ -298,6 +303,78 @@ differentiate(
     _project_and_route_gradients,
     kept=(3,),
     constant=(2, 5),
+    dropped=(0,),
+    reads_outputs=True,
+)
+
+
+# ---- product, router and attention
+
+
+def _fake_route_and_attend(exact, x, weight, bias, router_weight, *settings):
+    *router, kv_heads, _, _ = settings
+    product, *routed = _fake_project_and_route(exact, x, weight, bias, router_weight, *router)
+    B, N, _ = x.shape
+    _, active, *_ = routed
+    H = active.shape[2]
+    token, offsets = _fake_pairs(active, router[1] + router[2])
+    o = x.new_empty(B, N, weight.shape[0] // (H + 2 * kv_heads) * H)
+    lse = x.new_empty(token.shape, dtype=torch.float32)
+    return o, *routed, product, lse, token, offsets
+
+
+def _fake_route_and_attend_backward(
+    do, dweights, dprobs, drouter_outputs, saved, x, weight, bias, router_weight, *settings
+):
+    return _fake_project_and_route_backward(
+        None, dweights, dprobs, drouter_outputs, saved[0], x, weight, bias, router_weight
+    )
+
+
+def _route_and_attend_gradients(grads, inputs, outputs):
+    """See `contract.differentiate`, argument `backward`."""
+    do, dweights, _, drouter_outputs, dprobs = grads[:5]
+    _exact, *remaining = inputs
+    dx, dweight, dbias, drouter = OPS.route_and_attend_backward(
+        do, dweights, dprobs, drouter_outputs, outputs, *remaining
+    )
+    bias = inputs[3]
+    if bias is None:
+        dbias = None
+    return None, dx, dweight, dbias, drouter
+
+
+def _route_and_attend_oracle(outputs, *inputs):
+    """Project, route and attend in PyTorch, with the router's outputs and the pairs that the operator saved."""
+    _, _, rows, _, _, token, offsets = outputs
+    *of_router, kv_heads, is_causal, mask = inputs
+    product, weights, active, exact, probs = _project_and_route_oracle([rows], *of_router)
+    heads = active.shape[2]
+    lists = (token, offsets, is_causal, mask)
+    (o,) = attend_product_oracle(product, heads, kv_heads, weights, *lists)
+    return o, weights, active, exact, probs
+
+
+_ATTENDED = "int kv_heads, bool is_causal, Tensor? mask"
+define(
+    f"route_and_attend(Tensor exact, {_PROJECTION}, {_ATTENDED}) -> (Tensor o, "
+    "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
+    "Tensor product, Tensor lse, Tensor token, Tensor offsets)",
+    route_attend.forward,
+    _fake_route_and_attend,
+)
+define(
+    "route_and_attend_backward(Tensor? do, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
+    f"Tensor[] saved, {_PROJECTION}, {_ATTENDED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    route_attend.backward,
+    _fake_route_and_attend_backward,
+)
+differentiate(
+    f"{NAME}::route_and_attend",
+    _route_and_attend_oracle,
+    _route_and_attend_gradients,
+    kept=(0, 1, 3, 6, 7, 8, 9),
+    constant=(2, 5, 6, 7, 8, 9),
     dropped=(0,),
     reads_outputs=True,
 )

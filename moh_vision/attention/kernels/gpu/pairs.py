@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu.blocks import cdiv
+from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows
 from moh_vision.attention.kernels.gpu.route import tile
 
 TOKENS = 128  # most tokens of a block
@@ -18,23 +18,24 @@ LARGEST_TILE = 8192  # most elements of a tile [tokens, heads] that fit into sha
 
 
 @triton.jit(do_not_specialize=["B", "N"])
-def _count_kernel(active, counts, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+def _count_kernel(active, counts, B, N, H, active_by, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """A program counts the pairs of each head among BLOCK_N tokens of one sequence, into counts [H, B, blocks]."""
     blocks = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) % blocks
     sequence = tl.program_id(0) // blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.arange(0, COLUMNS)
-    token = sequence.to(tl.int64) * N + n
     real = (n < N)[:, None] & (head < H)[None, :]
-    runs = tl.load(active + token[:, None] * H + head[None, :], mask=real, other=0)
+    # active_by: strides of active along b and n. Heads are contiguous.
+    rows = sequence.to(tl.int64) * active_by[0] + n.to(tl.int64) * active_by[1]
+    runs = tl.load(active + rows[:, None] + head[None, :], mask=real, other=0)
     count = tl.sum((runs != 0).to(tl.int32), 0)
     tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=head < H)
 
 
 @triton.jit(do_not_specialize=["B", "N"])
 def _list_kernel(
-    active, counts, ends, token_list, offsets, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
+    active, counts, ends, token_list, offsets, B, N, H, active_by, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """A program lists the pairs of BLOCK_N tokens of one sequence.
 
@@ -47,7 +48,8 @@ def _list_kernel(
     head = tl.arange(0, COLUMNS)
     token = sequence.to(tl.int64) * N + n
     real = (n < N)[:, None] & (head < H)[None, :]
-    runs = tl.load(active + token[:, None] * H + head[None, :], mask=real, other=0)
+    rows = sequence.to(tl.int64) * active_by[0] + n.to(tl.int64) * active_by[1]
+    runs = tl.load(active + rows[:, None] + head[None, :], mask=real, other=0)
     runs = (runs != 0).to(tl.int32)
 
     segment = head.to(tl.int64) * B + sequence
@@ -73,7 +75,7 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     """List the pairs that run, sorted by head, then sequence, then token.
 
     Args:
-        active: bool [B, N, H].
+        active: bool [B, N, H]; one choice for a sequence may be expanded along N.
         count: how many heads run for every token, if that is one known number; else None.
 
     Returns:
@@ -90,7 +92,8 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     token = torch.empty(length, dtype=torch.int32, device=active.device)
     if token.numel() == 0:
         return token, token.new_zeros(H * B + 1)
-    active = active.contiguous().view(torch.uint8)
+    active = contiguous_rows(active).view(torch.uint8)
+    active_by = active.stride()[:2]
     _, columns, _ = tile(H)
     warps = 4
     if columns > 32:
@@ -99,8 +102,8 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     blocks = cdiv(N, tokens)
     counts = torch.empty((H, B, blocks), dtype=torch.int32, device=active.device)
     options = dict(BLOCK_N=tokens, COLUMNS=columns, num_warps=warps)
-    _count_kernel[(B * blocks,)](active, counts, B, N, H, **options)
+    _count_kernel[(B * blocks,)](active, counts, B, N, H, active_by, **options)
     ends = counts.flatten().cumsum(0, dtype=torch.int32)
     offsets = torch.empty(H * B + 1, dtype=torch.int32, device=active.device)
-    _list_kernel[(B * blocks,)](active, counts, ends, token, offsets, B, N, H, **options)
+    _list_kernel[(B * blocks,)](active, counts, ends, token, offsets, B, N, H, active_by, **options)
     return token, offsets

@@ -9,6 +9,7 @@ values. That product rounds its results to 16 bits: heads would change, and equa
 Arguments, results and gradients are those of the C++ operator, see `kernels.route`, but this operator lists no pairs.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class Router(NamedTuple):
     ROWS: int
 
 
+@functools.lru_cache
 def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: int) -> Router:
     """Return the compile-time constants of a router; raise ValueError if no router has these numbers.
 
@@ -79,6 +81,7 @@ def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: i
     )
 
 
+@functools.cache
 def tile(width: int) -> tuple[int, int, int]:
     """Return the size of a tile, and the number of warps whose registers hold it.
 
@@ -268,7 +271,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["T", "routed"])
 def _route_backward_kernel(
-    dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, routed,
+    dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, dprobs_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes the gradients of BLOCK_N tokens and of their logits; it computes their gates again from `rows`."""
@@ -294,7 +297,7 @@ def _route_backward_kernel(
         if padding is not None:
             seen = exists & (tl.load(padding + token, mask=exists, other=1) == 0)
         dprob = tl.load(
-            dprobs + token[:, None] * router.CANDIDATES + column[None, :],
+            dprobs + token[:, None] * dprobs_row + column[None, :],
             mask=seen[:, None] & candidate,
             other=0.0,
         )
@@ -434,10 +437,12 @@ def forward(
     router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
     B, N, C = x.shape
     H = shared + candidates
-    shapes = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
-    weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    active = x.new_empty((B, N, H), dtype=torch.bool)
-    counts = x.new_zeros((B, H), dtype=torch.float32)
+    new = dict(dtype=torch.float32, device=x.device)
+    weights = torch.empty((B, N, H), **new)
+    rows = torch.empty((B, N, router.ROWS), **new)
+    probs = torch.empty((B, N, candidates), **new)
+    active = torch.empty((B, N, H), dtype=torch.bool, device=x.device)
+    counts = torch.zeros((B, H), **new)
     if B * N == 0:
         return weights, active, rows, probs, counts
 
@@ -488,11 +493,15 @@ def backward(
     T = x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
-    grads = []
-    for grad in (dweights, dprobs, drows):
-        if grad is not None:
-            grad = grad.float().contiguous()
-        grads.append(grad)
+    dprobs_row = candidates
+    if dprobs is not None and dprobs.stride() == (0, 0, 1):
+        dprobs_row = (
+            0  # one gradient for all tokens, as that of the balance loss, is read where it lies
+        )
+    else:
+        dprobs = float_rows(dprobs)
+    dweights = float_rows(dweights)
+    drows = float_rows(drows)
     weight = contiguous_rows(weight)
     precision = "ieee"
     # For 16-bit tokens tf32 costs nothing: it rounds less than the dtype of their gradients.
@@ -504,7 +513,7 @@ def backward(
         channels = 32
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    inputs = (*grads, rows.contiguous(), as_bytes(padding), weight)
+    inputs = (dweights, dprobs, drows, rows.contiguous(), as_bytes(padding), weight)
     tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
     _route_backward_kernel[(cdiv(T, block),)](
         *inputs,
@@ -513,12 +522,20 @@ def backward(
         T,
         C,
         weight.stride(0),
+        dprobs_row,
         routed,
         router=router,
         PRECISION=precision,
         **tiles,
     )
     return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)
+
+
+def float_rows(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient as kernels read it, contiguous and in float32; None stays None."""
+    if grad is None:
+        return None
+    return grad.float().contiguous()
 
 
 def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:

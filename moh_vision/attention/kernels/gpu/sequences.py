@@ -26,6 +26,7 @@ from moh_vision.attention.kernels.gpu.blocks import (
     contiguous_rows,
     next_power_of_2,
     precision_of,
+    uses_tf32,
 )
 
 # Arguments that kernels are not specialised to, so that other sizes compile nothing.
@@ -243,7 +244,7 @@ def _unit(number: int) -> int:
 def _options(block: ProductBlock, dtype: torch.dtype) -> dict:
     """Return the compile-time constants and launch options that both products have."""
     return dict(
-        PRECISION="tf32" if precision_of(dtype) == "tf32" else "ieee",
+        PRECISION="tf32" if precision_of(dtype, uses_tf32()) == "tf32" else "ieee",
         BLOCK_M=block.rows,
         BLOCK_N=block.columns,
         BLOCK_K=block.inner,
@@ -308,7 +309,7 @@ def _multiply_rows(
     parts = len(results)
     x = contiguous_rows(x)
     weight = contiguous_rows(weight)
-    block = ROWS[precision_of(x.dtype)]
+    block = ROWS[precision_of(x.dtype, uses_tf32())]
     programs = S * cdiv(T, block.rows) * parts * cdiv(K * D, block.columns)
     if programs:
         q, k, v = (*results, None, None)[:3]
@@ -336,7 +337,7 @@ def combine(
     weight = contiguous_rows(weight)
     C = weight.shape[0]
     y = o.new_empty(S, T, C)
-    block = COLUMNS[precision_of(o.dtype)]
+    block = COLUMNS[precision_of(o.dtype, uses_tf32())]
     programs = S * cdiv(T, block.rows) * cdiv(C, block.columns)
     if programs:
         tensors = (o, weight, bias, gates, index, y)
