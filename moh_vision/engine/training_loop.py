@@ -205,11 +205,11 @@ class TrainingLoop:
         if phase.clipped:
             max_norm = config.optim.clip_norm
         norm = clip_gradients(accelerator, phase.task.parameters(), max_norm)
-        self.norms[phase.name] = norm.item()
 
         # One collective tells every process what any process has met: all skip, stop and count together.
         loss = torch.stack([each["loss"].detach().float() for each in self.losses]).mean()
         agreed = agree(loss, norm, self.setup.signals.received, self._new_bad_samples())
+        self.norms[phase.name] = agreed.norm
         self.signal = agreed.signal
         if agreed.bad_samples:
             self.unreadable.share(gather_object)
