@@ -38,6 +38,7 @@ from moh_vision.engine.step import (
     largest_learning_rate,
     set_learning_rate,
 )
+from moh_vision.engine.step_graph import EagerPasses
 from moh_vision.engine.weights import ModelEma, first_weights_left
 
 
@@ -70,6 +71,7 @@ class TrainingLoop:
         elastic: an `ElasticBudget`, or None.
         best: keeps the best validation score, or None.
         unreadable: the `BadSamples` of the data, or None.
+        passes: does forward, losses and backward of micro-batches; None: eagerly.
         drawings: for forwards that the run makes beside its losses, whose attention is measured too: functions of the model
             that evaluates, each of which returns all models of such a forward, and a function that makes it.
 
@@ -97,6 +99,7 @@ class TrainingLoop:
     elastic: object | None = None
     best: Best | None = None
     unreadable: object | None = None
+    passes: EagerPasses | None = None
     drawings: Sequence[Callable] = ()
 
     done: int = field(init=False)
@@ -109,6 +112,8 @@ class TrainingLoop:
 
     def __post_init__(self):
         self.done = self.span.start
+        if self.passes is None:
+            self.passes = EagerPasses(self.accelerator, self.config.optim.accumulation)
 
     def __enter__(self) -> Self:
         return self
@@ -186,15 +191,13 @@ class TrainingLoop:
             # Seed after fetching: data loading also consumes random numbers. Dropout then depends on
             # seed, step, micro-batch, rank and phase alone.
             rank = accelerator.process_index
-            torch.manual_seed(derive_seed(config.seed, step, number, rank, *phase.salt))
+            seed = derive_seed(config.seed, step, number, rank, *phase.salt)
             # Processes reduce their gradients once a phase, in the backward of its last micro-batch.
             sync = contextlib.nullcontext()
             if number < accumulation - 1:
                 sync = accelerator.no_sync(phase.task)
             with sync:
-                losses = phase.task(**batch, **more)
-                # Gradients add up over micro-batches; dividing the loss makes their sum the mean.
-                accelerator.backward(losses["loss"] / accumulation)
+                losses = self.passes(phase.task, {**batch, **more}, seed)
             self.losses.append(losses)
             times.mark("compute")
         assert len(self.losses) == accumulation, "the batches ended within a step"
