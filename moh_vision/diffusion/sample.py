@@ -40,12 +40,14 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
+from moh_vision.diffusion.prediction_graphs import PredictionGraphs
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.schedulers import step_count
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.cuda_graphs import RECORD, CudaGraphs, in_words
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.evaluation.fidelity.reference import is_adm
@@ -65,6 +67,7 @@ SAMPLING = (
     "seed",
     "labels",
     "mixed_precision",
+    "cuda_graph",
     "head_budget",
     "mlp_budget",
     "weights",
@@ -392,6 +395,27 @@ class Drawing:
 
         attention_record.measure(table, parts.folder, self.accelerator)
 
+    def graphs(self, folder: Path) -> PredictionGraphs | None:
+        """Return what makes predictions as CUDA graphs, or None; say why if --cuda-graph asks for it in vain.
+
+        folder: of the images that are being drawn, where the decision is kept.
+        """
+        config = self.config
+        if config.cuda_graph == "off":
+            return None
+        graphs = CudaGraphs()
+        reason = graphs.why_not(self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            reason = reason or "several processes share the images"
+        if config.head_load:
+            reason = reason or "--head-load looks at the heads of every prediction"
+        if reason:
+            say(in_words("predictions", False, reason))
+            return None
+        predictions = PredictionGraphs(config.cuda_graph, graphs, folder / RECORD)
+        predictions.decision.follow(folder / RECORD, f"deleting {folder}")
+        return predictions
+
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw the missing images of this rank into `parts`.
 
@@ -442,6 +466,7 @@ class Drawing:
                 on_routing=count if config.head_load else None,
                 guide=self.weak,
                 guide_scale=config.guide_scale,
+                graphs=self.graphs(parts.folder),
             )
             total = config.num_images
             for batch in todo:

@@ -127,11 +127,17 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
+def predicted(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    """Return a model's prediction for x [n, C, h, w], t [1] and labels [n]."""
+    return model(x.to(model.dtype), t, labels).sample
+
+
 def weak_predict(
     model: nn.Module,
     guide: str | nn.Module | None,
     name: str = "guide",
     must_agree: Iterable[tuple] = (),
+    call: Callable[..., Tensor] = predicted,
 ) -> Callable | None:
     """Return a function of (x, t, labels) that returns the weak model's prediction; None without `guide`.
 
@@ -140,6 +146,7 @@ def weak_predict(
         guide: the weak model: another model, or "heads:SHARE" for `model` with fewer heads.
         name: what error messages begin with.
         must_agree: (name, value of the weak model, value of `model`) for further values that must be equal.
+        call: calls a model, as `predicted` does.
     """
     if guide is None:
         return None
@@ -160,7 +167,7 @@ def weak_predict(
 
     def predict(x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         with running(weak, budgets):
-            return weak(x.to(weak.dtype), t, labels).sample
+            return call(weak, x, t, labels)
 
     return predict
 

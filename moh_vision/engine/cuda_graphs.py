@@ -4,7 +4,9 @@ A graph reads and writes the same memory at every replay. `Captured` keeps the b
 into, and the results that it writes. `step_graph` captures training steps, `diffusion.prediction_graphs` sampling.
 """
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,8 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moh_vision.attention.trial import ROUGH, TOLERANCE
+from moh_vision.common.io import write_whole
+from moh_vision.engine.ranks import say
 
 T = TypeVar("T")
+
+RECORD = "cuda_graph.json"  # of a decision
 
 WARM_UP = 2  # runs on the capturing stream before a capture, in which libraries make their handles and choose kernels
 
@@ -116,6 +122,69 @@ class Captured(Generic[T]):
             buffer.copy_(value, non_blocking=True)
         self.replay()
         return self.results
+
+
+class Decision:
+    """Whether work runs as CUDA graphs.
+
+    Args:
+        what: the work, in the plural, for messages.
+        record: the file for the decision; None: it is not written.
+
+    Attributes:
+        taken: None until it is decided.
+    """
+
+    def __init__(self, what: str, record: Path | None):
+        self.what = what
+        self.record = record
+        self.taken: bool | None = None
+
+    def decide(self, taken: bool, why: str) -> None:
+        """Note a decision, tell the user, and write the record."""
+        self.taken = taken
+        say(in_words(self.what, taken, why))
+        if self.record is not None:
+            write_whole(self.record, json.dumps(dict(taken=taken, why=why)) + "\n")
+
+    def follow(self, record: Path, otherwise: str) -> None:
+        """Take the decision of earlier work that is resumed, if there is one.
+
+        Args:
+            record: its file.
+            otherwise: says how the graph is tried again, for the message.
+        """
+        if not record.exists():
+            return
+        try:
+            taken = json.loads(record.read_text("utf-8"))["taken"]
+            if not isinstance(taken, bool):
+                raise TypeError("taken is true or false")
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"not a record of a CUDA graph that can be read ({error!r})"
+            raise ValueError(f"{record}: {problem}; delete it to try the graph again") from None
+        self.taken = taken
+        say(in_words(self.what, taken, f"as they began; {otherwise} tries it again"))
+
+
+def in_words(what: str, taken: bool, why: str) -> str:
+    """Return a decision on one line, see `Decision`."""
+    if taken:
+        return f"CUDA graph: taken, {why}"
+    return f"CUDA graph: not taken, {what} run eagerly: {why}"
+
+
+def times_in_words(what: str, eager: float, replayed: float) -> str:
+    """Return the seconds of an eager run and of a replay in words; `what` is what they are of."""
+    ratio = replayed / eager
+    return f"{1000 * replayed:.1f} ms {what}, {ratio:.2f} of the eager {1000 * eager:.1f} ms"
+
+
+def equal_in_words(equal_bits: bool) -> str:
+    """Return how nearly results are equal, in words."""
+    if equal_bits:
+        return "equal to the bit"
+    return "equal within rounding"
 
 
 def shapes_of(inputs: dict) -> tuple:

@@ -4,7 +4,6 @@ Outside of the graph stay clipping, the look for numbers that are not finite, th
 """
 
 import contextlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,20 +17,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moh_vision.attention.measure import as_it_was
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.trial import check_same, own_random_numbers, seconds
-from moh_vision.common.io import write_whole
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.config import RunConfig
 from moh_vision.engine.cuda_graphs import (
+    RECORD,
     Captured,
     CudaGraphs,
+    Decision,
+    equal_in_words,
     in_short,
+    in_words,
     shapes_of,
+    times_in_words,
     tolerance_of,
 )
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.ranks import say
 
-RECORD = "cuda_graph.json"
 KEY = "cuda_graph"  # of the configuration, and the name for --allow-change
 EAGER_STEPS = 3  # steps before the graph is tried; their micro-batches are what it is compared on
 ROUNDS = 5  # timed passes of each kind; the shortest counts
@@ -65,7 +67,9 @@ class EagerPasses:
         losses = task(**inputs)
         # Gradients add up over micro-batches; dividing the loss makes their sum the mean.
         self.accelerator.backward(losses["loss"] / self.accumulation)
-        return losses
+        # Only the loss has a gradient. Its graph of autograd, which backward has used up, would tie a later capture to the
+        # stream of this pass.
+        return dict(losses, loss=losses["loss"].detach())
 
 
 class StepGraph(NamedTuple):
@@ -95,7 +99,7 @@ class GraphedPasses(EagerPasses):
         pause: called after a trial, whose time is none of a step.
 
     Attributes:
-        taken: whether steps run as graphs; None until that is decided.
+        decision: whether steps run as graphs.
     """
 
     def __init__(
@@ -112,19 +116,17 @@ class GraphedPasses(EagerPasses):
         self.module = task
         self.mode = mode
         self.graphs = graphs
-        self.record = record
+        self.decision = Decision("steps", record)
         self.pause = pause
         self.layers = [m for m in task.modules() if isinstance(m, RoutedLayer)]
-        self.taken: bool | None = None
         self.seen: list[dict] = []  # micro-batches of the steps before the trial
         self.by_signature: dict[tuple, StepGraph] = {}
-        # Gradients by id of the parameter. Graphs share them.
-        self.memory: dict[int, Tensor] = {}
+        self.memory: dict[nn.Parameter, Tensor] = {}  # for gradients; graphs share it
 
     def __call__(self, task: nn.Module, inputs: dict, seed: int) -> dict:
-        if self.taken is None:
+        if self.decision.taken is None:
             self._try(task, inputs)
-        if self.taken:
+        if self.decision.taken:
             graph = self._graph_of(task, inputs)
             if graph is not None:
                 return self._replay(graph, inputs, seed)
@@ -140,16 +142,18 @@ class GraphedPasses(EagerPasses):
         if not self._step_begins():
             return
         sizes = {shapes_of(batch) for batch in self.seen}
-        lacks_room = self.graphs.lacks_room()
+        why = ""
         if len(sizes) > 1:
-            self._decide(False, "micro-batches have different sizes")
-        elif lacks_room:
-            self._decide(False, lacks_room)
-        else:
+            why = "micro-batches have different sizes"
+        why = why or self.graphs.lacks_room()
+        taken = False
+        if not why:
             try:
-                self._decide(*self._trial(task))
+                taken, why = self._trial(task)
             except RuntimeError as error:
-                self._decide(False, in_short(error))
+                why = in_short(error)
+        # Outside of the handler the tensors of a failed capture are free: the traceback held them.
+        self._decide(taken, why)
         self.seen.clear()
         self.pause()
 
@@ -166,14 +170,13 @@ class GraphedPasses(EagerPasses):
                 eager_times.append(seconds(partial(super().__call__, task, inputs, 0)))
                 self._clear_gradients()
                 graph_times.append(seconds(partial(self._replay, graph, inputs, 0)))
-        eager = 1000 * min(eager_times)
-        replayed = 1000 * min(graph_times)
-        equal = "equal to the bit" if equal_bits else "equal within rounding"
-        why = (
-            f"{replayed:.1f} ms a micro-batch, {replayed / eager:.2f} of the eager {eager:.1f} ms; "
-            f"losses and gradients of {len(self.seen)} micro-batches {equal}"
+        eager = min(eager_times)
+        replayed = min(graph_times)
+        times = times_in_words("a micro-batch", eager, replayed)
+        equal = (
+            f"losses and gradients of {len(self.seen)} micro-batches {equal_in_words(equal_bits)}"
         )
-        return self.mode == "on" or replayed < eager, why
+        return self.mode == "on" or replayed < eager, f"{times}; {equal}"
 
     def _compare(self, graph: StepGraph, task: nn.Module) -> bool:
         """Return whether all results have equal bits; raise RuntimeError if losses or gradients differ by more than rounding."""
@@ -181,7 +184,7 @@ class GraphedPasses(EagerPasses):
         for seed, inputs in enumerate(self.seen):
             self._clear_gradients()
             losses = super().__call__(task, inputs, seed)
-            want = [losses["loss"].detach()]
+            want = [losses["loss"]]
             parameters = [p for p in self.module.parameters() if p.grad is not None]
             want += [p.grad for p in parameters]
             self._clear_gradients()
@@ -198,34 +201,12 @@ class GraphedPasses(EagerPasses):
         return equal_bits
 
     def _decide(self, taken: bool, why: str) -> None:
-        """Note a decision, tell the user, and write it into the run's folder."""
-        self.taken = taken
-        if taken:
-            line = f"CUDA graph: taken, {why}"
-        else:
-            line = f"CUDA graph: not taken, steps run eagerly: {why}"
+        """Note and say a decision; give the graphs up if it is against them."""
+        if not taken:
             self.by_signature.clear()
             self.memory.clear()
             self.graphs.release()
-        say(line)
-        if self.record is not None:
-            write_whole(self.record, json.dumps(dict(taken=taken, why=why)) + "\n")
-
-    def follow(self, record: Path) -> None:
-        """Take the decision of an earlier part of the run, if there is one."""
-        if not record.exists():
-            return
-        try:
-            self.taken = json.loads(record.read_text("utf-8"))["taken"]
-            if not isinstance(self.taken, bool):
-                raise TypeError("taken is true or false")
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"not a record of a CUDA graph that can be read ({error!r})"
-            raise ValueError(f"{record}: {problem}; delete it to try the graph again") from None
-        verb = "not taken"
-        if self.taken:
-            verb = "taken"
-        say(f"CUDA graph: {verb}, as the run began; --allow-change {KEY} tries it again")
+        self.decision.decide(taken, why)
 
     # ------------------------------------------------------------------ graphs
 
@@ -240,14 +221,16 @@ class GraphedPasses(EagerPasses):
         known_sizes = {shapes for shapes, *_ in self.by_signature}
         if (known_sizes and shapes not in known_sizes) or not self._step_begins():
             return None
-        if self.taken is None:  # `_trial` handles failures
+        if self.decision.taken is None:  # `_try` handles failures
             graph = self._capture(task, inputs)
         else:
             try:
                 with self._as_it_was():
                     graph = self._capture(task, inputs)
             except RuntimeError as error:
-                self._decide(False, in_short(error))
+                why = in_short(error)
+            if graph is None:
+                self._decide(False, why)
                 return None
         self.by_signature[signature] = graph
         return graph
@@ -259,15 +242,12 @@ class GraphedPasses(EagerPasses):
         gradients = []
         for p in self.module.parameters():
             if p.grad is not None:
-                gradients.append((p, self.memory.setdefault(id(p), torch.zeros_like(p))))
+                gradients.append((p, self.memory.setdefault(p, torch.zeros_like(p))))
         self._clear_gradients()
         for p, memory in gradients:
             p.grad = memory
 
-        def work(inputs: dict) -> dict:
-            return tree_map(Tensor.detach, self.compute(task, inputs))
-
-        graph = StepGraph(Captured(self.graphs, work, inputs), gradients)
+        graph = StepGraph(Captured(self.graphs, partial(self.compute, task), inputs), gradients)
         self._clear_gradients()
         return graph
 
@@ -348,7 +328,7 @@ def make_passes(
     graphs = CudaGraphs()
     reason = graphs.why_not(accelerator.device) or why_not(config, accelerator, descent)
     if reason:
-        say(f"CUDA graph: not taken, steps run eagerly: {reason}")
+        say(in_words("steps", False, reason))
         return EagerPasses(accelerator, accumulation)
     record = folder / RECORD
     if config.estimate:  # it writes nothing
@@ -357,5 +337,5 @@ def make_passes(
         accelerator, accumulation, task, config.cuda_graph, graphs, record, log.pause
     )
     if start > 0 and KEY not in config.allow_change:
-        passes.follow(folder / RECORD)
+        passes.decision.follow(folder / RECORD, f"--allow-change {KEY}")
     return passes

@@ -208,7 +208,7 @@ def test_work_that_reads_values_is_not_captured(capsys):
     training.loop.task.forward = reading(forward)
     training.run()
     assert "_local_scalar_dense" in capsys.readouterr().out
-    assert training.passes.taken is False
+    assert training.passes.decision.taken is False
 
 
 def reading(forward):
@@ -231,7 +231,7 @@ def test_auto_takes_the_graph_only_if_it_is_faster(monkeypatch, capsys, mode, fa
     each = iter(times * step_graph.ROUNDS)
     monkeypatch.setattr(step_graph, "seconds", lambda work: next(each))
     training = Training(EagerGraphs(), mode=mode).run(EAGER_STEPS + 1)
-    assert training.passes.taken is taken
+    assert training.passes.decision.taken is taken
     ratio = (
         "1000.0 ms a micro-batch, 0.50 of the eager 2000.0 ms"
         if faster
@@ -340,7 +340,7 @@ def test_a_resumed_run_decides_as_it_did(tmp_path, capsys, made, name, more):
     assert train(tmp_path / "resumed", 6, *graph, name=name) == eager
     said = capsys.readouterr().out
     assert said.count("CUDA graph") == 1
-    assert "CUDA graph: taken, as the run began; --allow-change cuda_graph tries it again" in said
+    assert "CUDA graph: taken, as they began; --allow-change cuda_graph tries it again" in said
     assert made[-1].replays == 2 * (2 if "accumulation" in str(more) else 1)
 
 
@@ -354,7 +354,6 @@ def test_a_text_model_of_transformers_is_not_captured(tmp_path, capsys, made):
 
 def test_a_record_that_cannot_be_read(tmp_path):
     (tmp_path / "cuda_graph.json").write_text('{"taken": 1}')
-    passes = Training(EagerGraphs()).passes
-    refuse(
-        "cuda_graph.json: not a record of a CUDA graph", passes.follow, tmp_path / "cuda_graph.json"
-    )
+    decision = Training(EagerGraphs()).passes.decision
+    words = "cuda_graph.json: not a record of a CUDA graph"
+    refuse(words, decision.follow, tmp_path / "cuda_graph.json", "")

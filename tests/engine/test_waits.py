@@ -5,6 +5,7 @@ Triton's kernels, runs on the CPU with launches that do nothing.
 """
 
 import contextlib
+from functools import partial
 
 import pytest
 import timm
@@ -14,8 +15,8 @@ from accelerate import Accelerator
 from moh_vision.attention import kernels
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.previews import predicted_by, shape_of
-from moh_vision.diffusion.sampling import Guidance, sample_images
+from moh_vision.diffusion.previews import shape_of
+from moh_vision.diffusion.sampling import Guidance, predicted, sample_images
 from moh_vision.diffusion.schedulers import SAMPLERS, make_scheduler
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.language import create_text_model
@@ -115,7 +116,7 @@ def test_sampling_waits_for_no_step(sampler):
     labels = torch.zeros(4, **CLASSES)
     with Waits() as seen:
         sample_images(
-            predicted_by(model), scheduler, labels, shape_of(model), range(4), 5, guidance
+            partial(predicted, model), scheduler, labels, shape_of(model), range(4), 5, guidance
         )
     # The initial noise of four images, drawn on the host; the check of the labels; at the end that of the images.
     begun = 4 * ["diffusion/sampling.py: copy from the host"] + ["diffusion/sampling.py: __bool__"]
