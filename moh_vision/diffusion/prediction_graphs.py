@@ -44,6 +44,13 @@ class PredictionGraphs:
         self.decision = Decision("predictions", record)
         self.by_signature: dict[tuple, Captured[Tensor]] = {}
 
+    @property
+    def capturing(self) -> CudaGraphs | None:
+        """What captures predictions, if they run as graphs or that is not decided yet."""
+        if self.decision.taken is False:
+            return None
+        return self.graphs
+
     def __call__(self, model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """Return a model's prediction [n, C or 2C, h, w]; the model is in eval mode, without gradients."""
         inputs = dict(x=x, t=t, labels=labels)

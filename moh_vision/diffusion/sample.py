@@ -10,6 +10,7 @@ import hashlib
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     denoising = None
     if config.denoising:
         denoising = Denoising(config.denoising, len(drawing.pipe.scheduler.timesteps))
+    drawing.open_graphs(parts.folder)
     if attention_record and attention_record.table is None:
         drawing.measure(parts, attention_record)
     load = drawing.draw(parts, denoising)
@@ -282,6 +284,10 @@ class Drawing:
             draws = [derive_seed(config.seed, i, Stream.DIFFUSION) for i in draws]
         labels = [self.classes[draw % len(self.classes)] for draw in draws]
         self.labels = torch.tensor(labels, dtype=torch.long)
+        self.predictions: PredictionGraphs | None = None  # None: predictions run eagerly
+        self.measure_again: Callable | None = (
+            None  # for eager predictions, after `measure` for graphs
+        )
 
     def class_names(self, count: int) -> list[str]:
         """Return the class names of the first `count` images; [] for a model without classes."""
@@ -362,8 +368,17 @@ class Drawing:
         return forward
 
     def measure(self, parts: ImageParts, attention_record: AttentionRecord) -> None:
-        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute."""
+        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute.
+
+        They are measured in the mode that will run, and once more if predictions then do not run as CUDA graphs.
+        """
         calls: dict = {}
+        graphs = None
+        if self.predictions:
+            graphs = self.predictions.capturing
+        self.measure_again = None
+        if graphs is not None:
+            self.measure_again = partial(self.measure, parts, attention_record)
         model = self.pipe.transformer
         todo = len(parts.missing(self.accelerator))
         size = len(parts.numbers(0))
@@ -377,7 +392,10 @@ class Drawing:
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
 
         def seconds_of_step() -> float:
-            return sum(collect(calls, net, one_pass, training=False) for net, one_pass in passes)
+            return sum(
+                collect(calls, net, one_pass, training=False, graphs=graphs)
+                for net, one_pass in passes
+            )
 
         step = 0.0
         if todo:
@@ -395,14 +413,14 @@ class Drawing:
 
         attention_record.measure(table, parts.folder, self.accelerator)
 
-    def graphs(self, folder: Path) -> PredictionGraphs | None:
-        """Return what makes predictions as CUDA graphs, or None; say why if --cuda-graph asks for it in vain.
+    def open_graphs(self, folder: Path) -> None:
+        """Set `predictions`, if --cuda-graph asks for it; say why if it does so in vain.
 
         folder: of the images that are being drawn, where the decision is kept.
         """
         config = self.config
-        if config.cuda_graph == "off":
-            return None
+        if config.cuda_graph == "off" or not config.num_images:
+            return
         graphs = CudaGraphs()
         reason = graphs.why_not(self.accelerator.device)
         if self.accelerator.num_processes > 1:
@@ -411,10 +429,9 @@ class Drawing:
             reason = reason or "--head-load looks at the heads of every prediction"
         if reason:
             say(in_words("predictions", False, reason))
-            return None
-        predictions = PredictionGraphs(config.cuda_graph, graphs, folder / RECORD)
-        predictions.decision.follow(folder / RECORD, f"deleting {folder}")
-        return predictions
+            return
+        self.predictions = PredictionGraphs(config.cuda_graph, graphs, folder / RECORD)
+        self.predictions.decision.follow(folder / RECORD, f"deleting {folder}")
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw the missing images of this rank into `parts`.
@@ -466,10 +483,12 @@ class Drawing:
                 on_routing=count if config.head_load else None,
                 guide=self.weak,
                 guide_scale=config.guide_scale,
-                graphs=self.graphs(parts.folder),
+                graphs=self.predictions,
             )
             total = config.num_images
             for batch in todo:
+                if self.measure_again and self.predictions.capturing is None:
+                    self.measure_again()
                 numbers = parts.numbers(batch)
                 progress.note(f"images {numbers.start + 1} to {numbers.stop} of {total}")
                 load.sums.zero_()

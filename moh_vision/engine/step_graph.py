@@ -51,6 +51,11 @@ class EagerPasses:
         self.accelerator = accelerator
         self.accumulation = accumulation
 
+    @property
+    def capturing(self) -> CudaGraphs | None:
+        """What captures passes, if they run as graphs or that is not decided yet."""
+        return None
+
     def __call__(self, task: nn.Module, inputs: dict, seed: int) -> dict:
         """Add the gradients of a micro-batch, and return what the task returned.
 
@@ -122,6 +127,12 @@ class GraphedPasses(EagerPasses):
         self.seen: list[dict] = []  # micro-batches of the steps before the trial
         self.by_signature: dict[tuple, StepGraph] = {}
         self.memory: dict[nn.Parameter, Tensor] = {}  # for gradients; graphs share it
+
+    @property
+    def capturing(self) -> CudaGraphs | None:
+        if self.decision.taken is False:
+            return None
+        return self.graphs
 
     def __call__(self, task: nn.Module, inputs: dict, seed: int) -> dict:
         if self.decision.taken is None:

@@ -24,6 +24,7 @@ from moh_vision.engine.best import BEST, Best, value_of
 from moh_vision.engine.block_descent import GATES, BlockDescent, Phase
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.config import EmaConfig, RunConfig
+from moh_vision.engine.cuda_graphs import CudaGraphs
 from moh_vision.engine.logging import RunLog, ending, write_json
 from moh_vision.engine.ranks import attempt
 from moh_vision.engine.run_setup import RunSetup, Span
@@ -108,6 +109,8 @@ class TrainingLoop:
     signal: int = field(init=False, default=0)
     skipped: SkippedSteps = field(init=False, default_factory=SkippedSteps)
     _epoch: int | None = field(init=False, default=None)  # of the last step
+    # What captured the calls of attention whose times the measurement table has; None: they were eager, or not timed here.
+    _measured_by: CudaGraphs | None = field(init=False, default=None)
     _left_out_said: set[str] = field(init=False, default_factory=set)  # lines of `_say_left_out`
 
     def __post_init__(self):
@@ -397,10 +400,18 @@ class TrainingLoop:
             yield from islice(batches, count)
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
-        """Return the micro-batches; a run without a measurement table first makes one with the first of them."""
+        """Return the micro-batches; a run without a measurement table first makes one with the first of them.
+
+        It is measured in the mode that will run. If steps then do not run as CUDA graphs, it is measured once more.
+        """
         attention = self.setup.attention
-        if attention is None or attention.table is not None:
+        if attention is None:
             return batches
+        graphs = self.passes.capturing
+        for_graphs_in_vain = self._measured_by is not None and graphs is None
+        if attention.table is not None and not for_graphs_in_vain:
+            return batches
+        self._measured_by = graphs
         first = next(batches)
         calls: dict = {}
         forward_seconds = self._collect_calls(calls, first, more)
@@ -435,6 +446,7 @@ class TrainingLoop:
                         lambda: self.task(**batch, **more),
                         training=True,
                         compiled=config.compile,
+                        graphs=self.passes.capturing,
                     )
         for at_share in share_contexts:
             with at_share():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moh_vision.attention import measure, trial
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, prediction_graphs, sample
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.prediction_graphs import ROUNDS, PredictionGraphs
@@ -165,3 +166,24 @@ def test_sampling_says_why_once(tmp_path, capsys, request, case):
     said = capsys.readouterr().out
     assert said.count("CUDA graph") == 1
     assert f"CUDA graph: not taken, predictions run eagerly: {reason}" in said
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_attention_is_measured_in_the_mode_that_runs(tmp_path, monkeypatch, taken):
+    """Once more, after the first batch, if the graph is not taken."""
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "STEPS", 1000)
+    monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
+    stand_in = EagerGraphs(room="" if taken else "there is no room")
+    monkeypatch.setattr(sample, "CudaGraphs", lambda: stand_in)
+    timed = []
+
+    def note(call, time_left):
+        timed.append(call.graphs is stand_in)
+        return 0.99, 0.0  # all heads are computed
+
+    monkeypatch.setattr(trial, "timed", note)
+    run = run_of(tmp_path, 3, pixels=True, heads=(0, 1), routing=dict(scope="sample"))
+    drawn(run, "--cuda-graph", "on")
+    assert timed == ([True] if taken else [True, False])

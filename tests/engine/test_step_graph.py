@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 import moh_vision
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, measure, trial
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine import step_graph
 from moh_vision.engine.cuda_graphs import CudaGraphs
@@ -350,6 +351,38 @@ def test_a_text_model_of_transformers_is_not_captured(tmp_path, capsys, made):
     assert train(tmp_path / "run", 4, "--cuda_graph", "auto", name="clm") == eager
     assert "not permitted when stream is capturing" in capsys.readouterr().out
     assert made[0].released
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_attention_is_measured_in_the_mode_that_runs(tmp_path, monkeypatch, taken):
+    """Once more if the graph is not taken; calls of inference run eagerly in any case."""
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "STEPS", 1000)
+    stand_in = EagerGraphs(room="" if taken else "there is no room")
+    monkeypatch.setattr(step_graph, "CudaGraphs", lambda: stand_in)
+    timed = []
+
+    def note(call, time_left):
+        timed.append((call.layer.training, call.graphs is stand_in))
+        return 0.99, 0.0  # all heads are computed
+
+    monkeypatch.setattr(trial, "timed", note)
+    train(tmp_path / "run", 5, "--cuda_graph", "on", "--model.scope", "sample")
+    again = [] if taken else [(True, False)]  # the inference is in the user's cache by then
+    assert timed == [(True, True), (False, False), *again]
+    record = json.loads((tmp_path / "run" / "attention.json").read_text())
+    calls = [row[0] for row in record["table"]["rows"]]
+    assert len(calls) == 2 and not any("CUDA graph" in call for call in calls)
+
+
+def test_calls_in_a_graph_are_timed_by_replays():
+    stand_in = EagerGraphs()
+    layer = HeadMixtureAttention(24, HeadBudget(6, 4, 2, 2))
+    inputs = ((torch.randn(2, 16, 24),), {})
+    call = trial.recorded(layer.all_heads_executor, layer, inputs, "cpu", False, stand_in)
+    trial.timed(call, 0.0)
+    assert stand_in.captures == 2 and stand_in.replays > 2
 
 
 def test_a_record_that_cannot_be_read(tmp_path):
