@@ -78,9 +78,11 @@ class PredictionGraphs:
         """Compare the graph with the eager model, then time both; return whether it is taken, and why."""
         graph = self._captured(model, inputs)
         # Other values than those of the capture, which a graph that had kept them would not see.
-        others = dict(x=inputs["x"].flip(0), t=inputs["t"] // 2, labels=inputs["labels"].flip(0))
+        reversed_inputs = dict(
+            x=inputs["x"].flip(0), t=inputs["t"] // 2, labels=inputs["labels"].flip(0)
+        )
         equal_bits = True
-        for each in (inputs, others):
+        for each in (inputs, reversed_inputs):
             want = predicted(model, **each)
             got = graph(each).clone()
             try:
