@@ -70,7 +70,7 @@ class PredictionGraphs:
         if not why:
             try:
                 taken, why = self._trial(model, inputs)
-            except RuntimeError as error:
+            except Exception as error:  # whatever a driver or a compiler raises
                 why = in_short(error)
         self._decide(taken, why)  # outside of the handler, whose traceback holds tensors
 
@@ -116,7 +116,7 @@ class PredictionGraphs:
             return graph
         try:
             return self._captured(model, inputs)
-        except RuntimeError as error:
+        except Exception as error:  # whatever a driver or a compiler raises
             why = in_short(error)
         self._decide(False, why)
         return None

@@ -62,20 +62,30 @@ class CudaGraphs:
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        before = torch.cuda.current_stream()
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
                 # Not kept: a graph of autograd that outlives the warm-up would tie the capture to another stream.
                 work()
-        torch.cuda.current_stream().wait_stream(stream)
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         tried_before = kernels_tried()
-        # "thread_local": a thread that writes a checkpoint or pins memory may call CUDA meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-        ):
-            results = work()
+        try:
+            # "thread_local": a thread that writes a checkpoint or pins memory may call CUDA meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                results = work()
+        except Exception:
+            # torch.cuda.graph leaves its stream in force and the default generator in the state of a capture, in which it
+            # draws nothing ("Offset increment outside graph capture").
+            torch.cuda.set_stream(before)
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            new = torch.Generator(device=generator.device)
+            generator.graphsafe_set_state(new.graphsafe_get_state())
+            raise
         if kernels_tried() != tried_before:
             raise RuntimeError("a Triton kernel was asked for that has not been tried yet")
         return graph.replay, results

@@ -161,7 +161,7 @@ class GraphedPasses(EagerPasses):
         if not why:
             try:
                 taken, why = self._trial(task)
-            except RuntimeError as error:
+            except Exception as error:  # whatever a driver or a compiler raises
                 why = in_short(error)
         # Outside of the handler the tensors of a failed capture are free: the traceback held them.
         self._decide(taken, why)
@@ -238,7 +238,7 @@ class GraphedPasses(EagerPasses):
             try:
                 with self._as_it_was():
                     graph = self._capture(task, inputs)
-            except RuntimeError as error:
+            except Exception as error:  # whatever a driver or a compiler raises
                 why = in_short(error)
             if graph is None:
                 self._decide(False, why)

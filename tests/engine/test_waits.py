@@ -19,6 +19,7 @@ from moh_vision.diffusion.previews import shape_of
 from moh_vision.diffusion.sampling import Guidance, predicted, sample_images
 from moh_vision.diffusion.schedulers import SAMPLERS, make_scheduler
 from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.engine.weights import ModelEma
 from moh_vision.language import create_text_model
 from moh_vision.language.models.base import labelled
 from moh_vision.language.task import LanguageTask
@@ -92,10 +93,12 @@ TRAININGS = {
 @pytest.mark.parametrize("make, waits", TRAININGS.values(), ids=TRAININGS)
 def test_a_step_waits_once(make, waits):
     task, batch, more = make()
+    ema = ModelEma(task.model, decay=0.9).to(META)
     task = task.to(META)
     accelerator = Accelerator(cpu=True, device_placement=False)
     optimizer = torch.optim.AdamW(task.parameters())
     loop = small_loop(accelerator, task, optimizer, accumulation=2, clip_norm=1.0)
+    loop.ema = ema
     with Waits() as seen:
         for _ in range(STEPS):
             loop.step(iter([batch, batch]), epoch=0, count=8, **more)
