@@ -42,6 +42,7 @@ PASSES = 3
 PATIENCE = 10.0  # seconds that `measure` may take in any case, because the user has asked for it
 LONGEST = 60.0  # seconds that measuring may take at the start of a run, however slow its steps are
 WHOLE_ROUNDS = 3  # timed runs of the whole model, with and without skipping
+IN_A_GRAPH = " in a CUDA graph"  # after the words of a call, in the user's cache
 # Names of the executors that skip heads, in the printed table.
 WORDS = dict(
     WholeSequences="per sequence, C++", Sequences="per sequence, PyTorch", InPlace="attention alone",
@@ -191,6 +192,7 @@ def collect(
     compiled: bool = False,
     batch: float = 1.0,
     reasons: Reasons | None = None,
+    graphs: Any = None,
 ) -> float:
     """Add the distinct calls of forward() in which the layers of a model could skip heads.
 
@@ -202,6 +204,7 @@ def collect(
         compiled: whether the calls will be compiled later.
         batch: number of sequences in later calls over the number in this one.
         reasons: for each call, why each executor cannot skip heads is added to it; None: not wanted.
+        graphs: captures the calls, if they will be in CUDA graphs later, see `trial.Recorded`.
 
     Returns:
         Seconds that forward() took.
@@ -234,7 +237,9 @@ def collect(
         if skips and not is_traced(call.x) and call_key not in calls:
             try:
                 arguments = resized(inputs[layer], s.batch, later_batch)
-                calls[call_key] = recorded(executor, layer, arguments, s.device.type, compiled)
+                calls[call_key] = recorded(
+                    executor, layer, arguments, s.device.type, compiled, graphs
+                )
             except Exception as error:  # a layer that cannot be copied
                 refuse(executor, s.batch, s.tokens, error)
         return Plan(layer.all_heads_executor)
@@ -287,17 +292,21 @@ def rows_of_calls(calls: Calls, time_left: float) -> list[Row]:
     found: list[Row] = []
     new: list[Row] = []
     for index, ((words_of_call, sizes), call) in enumerate(calls.items()):
-        row = cached.find(words_of_call, sizes)
+        # The cache also has eager calls of these words.
+        words_in_cache = words_of_call
+        if call.graphs is not None:
+            words_in_cache += IN_A_GRAPH
+        row = cached.find(words_in_cache, sizes)
         if row is None and time_left > 0:
             B, N, M, K = sizes
             start = time.perf_counter()
             # Each remaining call gets an equal part of the time that is left; compiling does not count.
             taken, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - index))
             time_left -= time.perf_counter() - start - compiling
-            row = Row(words_of_call, N, M, B, K, taken, ratio)
+            row = Row(words_in_cache, N, M, B, K, taken, ratio)
             new.append(row)
         if row is not None:
-            found.append(row)
+            found.append(row._replace(call=words_of_call))
     if new:
         MeasurementTable(new).save()
         torch.cuda.empty_cache()

@@ -41,6 +41,8 @@ class Recorded(NamedTuple):
     inputs: tuple[tuple, dict]  # the arguments of its forward
     autocast: tuple  # the arguments of torch.autocast
     compiled: bool  # whether the call will be compiled later
+    # Captures such calls as CUDA graphs, as they will run later, see `engine.cuda_graphs.CudaGraphs`; None: they run eagerly.
+    graphs: Any = None
 
 
 def recorded(
@@ -49,6 +51,7 @@ def recorded(
     inputs: tuple[tuple, dict],
     device: str,
     compiled: bool,
+    graphs: Any = None,
 ) -> Recorded:
     """Return a record of a call of a layer, with the present autocast.
 
@@ -58,9 +61,10 @@ def recorded(
         inputs: the arguments of its forward.
         device: device type of the tokens.
         compiled: whether such calls will be compiled later.
+        graphs: see `Recorded`.
     """
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    return Recorded(executor, copied(layer), inputs, autocast, compiled)
+    return Recorded(executor, copied(layer), inputs, autocast, compiled, graphs)
 
 
 def judge(
@@ -113,6 +117,11 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
         layer = torch.compile(layer)
     all_heads = partial(run, layer, call, call.inputs, layer.all_heads_executor)
     skipping = partial(run, layer, call, call.inputs, call.executor)
+    if call.graphs is not None:
+        all_heads, _ = call.graphs.capture(
+            partial(compute, layer, call, call.inputs, layer.all_heads_executor)
+        )
+        skipping, _ = call.graphs.capture(partial(compute, layer, call, call.inputs, call.executor))
     compiling = 0.0
     for work in (all_heads, skipping):
         first = seconds(work)
@@ -222,6 +231,14 @@ def run(
     layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], executor: type[Executor]
 ) -> list[Tensor]:
     """Run a call; return its output and, in training mode, the gradients of its tokens and of the layer's parameters."""
+    torch.manual_seed(0)  # for routers that draw random numbers
+    return compute(layer, call, inputs, executor)
+
+
+def compute(
+    layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], executor: type[Executor]
+) -> list[Tensor]:
+    """Do `run` with the random numbers as they are."""
 
     def leaf(t: Any) -> Any:
         if not is_tokens(t, layer):
@@ -231,7 +248,6 @@ def run(
     layer.executor = executor
     inputs = tree_map(leaf, inputs)
     args, named = inputs
-    torch.manual_seed(0)  # for routers that draw random numbers
     with torch.autocast(*call.autocast), torch.set_grad_enabled(layer.training):
         y = layer(*args, **named)[0]
     if not layer.training:

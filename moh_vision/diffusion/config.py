@@ -326,6 +326,9 @@ class SampleConfig(Guided):
     """Images at a time on each process; equal sizes give equal bits."""
     mixed_precision: Literal["no", "bf16", "fp16"] = key("no")
     """"no", "bf16" or "fp16"."""
+    cuda_graph: Literal["off", "on", "auto"] = key("off", needs=DRAWS)
+    """Replay the model's predictions as a CUDA graph (docs/guides/gpu.md): "on" if its results equal the eager ones, "auto" if
+    it is also faster. "off" until it has run on a card."""
     vae: str | None = key(None)
     """Name or folder of the VAE of a latent model; left out: the one that the run was trained with."""
     save_pipeline: str | None = key(None)

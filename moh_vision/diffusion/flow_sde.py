@@ -51,7 +51,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         else:
             eps = (1 - t) * v + x  # the expected noise
             h = t - next_t
-            z = randn_tensor(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+            z = drawn(x, generator)
             x = x - h * (v + eps) + (2 * t * h) ** 0.5 * z  # -w s / 2 = eps
         self._step_index += 1
         x = x.to(model_output.dtype)
@@ -62,6 +62,19 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def end(self, x: Tensor, v: Tensor, t: float) -> Tensor:
         """Return x after the last step, from time t: the expected image."""
         return x - t * v
+
+
+def drawn(x: Tensor, generator: torch.Generator | list[torch.Generator] | None) -> Tensor:
+    """Return noise N(0, 1) with the shape, type and device of x."""
+    device = x.device
+    first = generator
+    if isinstance(generator, list):
+        first = generator[0]
+    if first is not None:
+        device = first.device
+    noise = randn_tensor(x.shape, generator=generator, device=device, dtype=x.dtype)
+    # randn_tensor's own copy from a generator on the host would wait until the device has done its work.
+    return noise.to(x.device, non_blocking=True)
 
 
 class FlowMatchSiTSDEScheduler(FlowMatchSDEScheduler):

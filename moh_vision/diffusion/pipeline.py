@@ -119,6 +119,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         on_routing: Callable[[list, Tensor, Tensor], None] | None = None,
         guide: str | ModelMixin | None = None,
         guide_scale: float = 1.0,
+        graphs: Callable[..., Tensor] | None = None,
     ) -> ImagePipelineOutput | tuple:
         """Draw one image per label.
 
@@ -141,6 +142,8 @@ class MoHDiTPipeline(DiffusionPipeline):
             guide: the weak model: another pipeline's transformer on the same device, or "heads:SHARE" for this
                 transformer with fewer heads.
             guide_scale: the `weak_scale` of `Guidance`.
+            graphs: a `moh_vision.diffusion.prediction_graphs.PredictionGraphs`, which makes predictions as CUDA graphs and
+                keeps them for later calls; without effect with on_routing.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity; the message names the step.
@@ -153,7 +156,8 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"guide_scale {guide_scale:g} {given}: expected a weak model and a scale other than 1, or neither"
             )
-        weak = sampling.weak_predict(self.transformer, guide)
+        call = graphs or sampling.predicted
+        weak = sampling.weak_predict(self.transformer, guide, call=call)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
@@ -162,7 +166,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         schedulers.set_steps(scheduler, num_inference_steps)
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
-            self._predict(on_routing), labels, self.transformer.config.num_classes, weak
+            self._predict(on_routing, call), labels, self.transformer.config.num_classes, weak
         )
         with self._step_bar(schedulers.step_count(scheduler)) as bar:
             on_step = partial(
@@ -194,15 +198,19 @@ class MoHDiTPipeline(DiffusionPipeline):
             )
         return latents.float()
 
-    def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the transformer as a function of (x, t, labels) that reports routing to `on_routing`."""
+    def _predict(
+        self, on_routing: Callable | None, call: Callable[..., Tensor]
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return the transformer as a function of (x, t, labels) that reports routing to `on_routing`.
+
+        call: calls the transformer where nothing is reported.
+        """
         transformer = self.transformer
+        if on_routing is None:
+            return partial(call, transformer)
 
         def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-            x = x.to(transformer.dtype)
-            if on_routing is None:
-                return transformer(x, t, y).sample
-            out, stats = transformer.forward_routed(x, t, y)
+            out, stats = transformer.forward_routed(x.to(transformer.dtype), t, y)
             on_routing(stats, y, t)
             return out
 

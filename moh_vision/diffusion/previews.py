@@ -17,7 +17,13 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels
 from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
-from moh_vision.diffusion.sampling import Guidance, sample_images, to_uint8, weak_predict
+from moh_vision.diffusion.sampling import (
+    Guidance,
+    predicted,
+    sample_images,
+    to_uint8,
+    weak_predict,
+)
 from moh_vision.diffusion.schedulers import (
     make_scheduler,
     sampler_for,
@@ -118,7 +124,7 @@ class Samples:
         model.eval()
         try:
             x = sample_images(
-                predicted_by(model),
+                partial(predicted, model),
                 self.scheduler,
                 labels,
                 shape_of(model),
@@ -139,7 +145,7 @@ class Samples:
         """Return all that predicts in a step of a drawing, and a function that does so for its first batch."""
         labels = self.labels(range(self.config.images)[:BATCH]).to(next(model.parameters()).device)
         weak = weak_predict(model, self.weak)
-        guided = self.guidance.around(predicted_by(model), labels, len(self.names), weak)
+        guided = self.guidance.around(partial(predicted, model), labels, len(self.names), weak)
         noise = torch.randn(len(labels), *shape_of(model)).to(labels.device)
         models = model
         if isinstance(self.weak, nn.Module):
@@ -165,15 +171,6 @@ class Samples:
                 log.say(f"{title} take about {tqdm.format_interval(seconds)}")
 
         return on_step
-
-
-def predicted_by(model: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function of images, timestep and labels that returns a model's prediction."""
-
-    def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        return model(x, t, y).sample
-
-    return predict
 
 
 def shape_of(model: nn.Module) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import hashlib
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +41,14 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
+from moh_vision.diffusion.prediction_graphs import PredictionGraphs
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.schedulers import step_count
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.cuda_graphs import RECORD, CudaGraphs, in_words
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.evaluation.fidelity.reference import is_adm
@@ -65,6 +68,7 @@ SAMPLING = (
     "seed",
     "labels",
     "mixed_precision",
+    "cuda_graph",
     "head_budget",
     "mlp_budget",
     "weights",
@@ -110,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     denoising = None
     if config.denoising:
         denoising = Denoising(config.denoising, len(drawing.pipe.scheduler.timesteps))
+    drawing.open_graphs(parts.folder)
     if attention_record and attention_record.table is None:
         drawing.measure(parts, attention_record)
     load = drawing.draw(parts, denoising)
@@ -279,6 +284,10 @@ class Drawing:
             draws = [derive_seed(config.seed, i, Stream.DIFFUSION) for i in draws]
         labels = [self.classes[draw % len(self.classes)] for draw in draws]
         self.labels = torch.tensor(labels, dtype=torch.long)
+        self.predictions: PredictionGraphs | None = None  # None: predictions run eagerly
+        self.measure_again: Callable | None = (
+            None  # for eager predictions, after `measure` for graphs
+        )
 
     def class_names(self, count: int) -> list[str]:
         """Return the class names of the first `count` images; [] for a model without classes."""
@@ -359,8 +368,17 @@ class Drawing:
         return forward
 
     def measure(self, parts: ImageParts, attention_record: AttentionRecord) -> None:
-        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute."""
+        """Measure for which attention calls skipping heads saves time, if drawing takes over a minute.
+
+        They are measured in the mode that will run, and once more if predictions then do not run as CUDA graphs.
+        """
         calls: dict = {}
+        graphs = None
+        if self.predictions:
+            graphs = self.predictions.capturing
+        self.measure_again = None
+        if graphs is not None:
+            self.measure_again = partial(self.measure, parts, attention_record)
         model = self.pipe.transformer
         todo = len(parts.missing(self.accelerator))
         size = len(parts.numbers(0))
@@ -374,7 +392,10 @@ class Drawing:
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
 
         def seconds_of_step() -> float:
-            return sum(collect(calls, net, one_pass, training=False) for net, one_pass in passes)
+            return sum(
+                collect(calls, net, one_pass, training=False, graphs=graphs)
+                for net, one_pass in passes
+            )
 
         step = 0.0
         if todo:
@@ -391,6 +412,26 @@ class Drawing:
             return measured_table(calls, step)
 
         attention_record.measure(table, parts.folder, self.accelerator)
+
+    def open_graphs(self, folder: Path) -> None:
+        """Set `predictions`, if --cuda-graph asks for it; say why if it does so in vain.
+
+        folder: of the images that are being drawn, where the decision is kept.
+        """
+        config = self.config
+        if config.cuda_graph == "off" or not config.num_images:
+            return
+        graphs = CudaGraphs()
+        reason = graphs.why_not(self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            reason = reason or "several processes share the images"
+        if config.head_load:
+            reason = reason or "--head-load looks at the heads of every prediction"
+        if reason:
+            say(in_words("predictions", False, reason))
+            return
+        self.predictions = PredictionGraphs(config.cuda_graph, graphs, folder / RECORD)
+        self.predictions.decision.follow(folder / RECORD, f"deleting {folder}")
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw the missing images of this rank into `parts`.
@@ -442,9 +483,12 @@ class Drawing:
                 on_routing=count if config.head_load else None,
                 guide=self.weak,
                 guide_scale=config.guide_scale,
+                graphs=self.predictions,
             )
             total = config.num_images
             for batch in todo:
+                if self.measure_again and self.predictions.capturing is None:
+                    self.measure_again()
                 numbers = parts.numbers(batch)
                 progress.note(f"images {numbers.start + 1} to {numbers.stop} of {total}")
                 load.sums.zero_()

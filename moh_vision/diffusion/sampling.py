@@ -75,17 +75,23 @@ class Guidance:
             labels: class numbers [B].
             null_label: the label that means "no class".
             weak: as `predict`, for the weak model; see `weak_predict`.
+
+        The timestep of the function is on the host, as schedulers keep theirs.
         """
-        outside = labels[(labels < 0) | (labels > null_label)].tolist()
-        if outside:
+        outside = (labels < 0) | (labels > null_label)
+        if outside.any():
             allowed = f"0 to {null_label}, where {null_label} is no class"
-            raise ValueError(f"class_labels {outside[:5]} are out of range: {allowed}")
+            raise ValueError(
+                f"class_labels {labels[outside][:5].tolist()} are out of range: {allowed}"
+            )
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 
         def predict_guided(x: Tensor, t: Tensor) -> Tensor:
             guides = self.scale != 1 or self.weak_scale != 1
-            applies = guides and self.applies_at(t.item())
-            t = t.to(x.device).reshape(1)  # [1]: all images share the timestep
+            timestep = t.item()
+            applies = guides and self.applies_at(timestep)
+            # [1]: all images share the timestep. Filled on the device: a copy from the host would wait for the device.
+            t = torch.full((1,), timestep, dtype=t.dtype, device=x.device)
             if applies and self.scale != 1:
                 cond, uncond = predict(torch.cat([x, x]), t, both).float().chunk(2)
                 out = self.combine(cond, uncond, x.shape[1])
@@ -121,11 +127,17 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
+def predicted(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    """Return a model's prediction for x [n, C, h, w], t [1] and labels [n]."""
+    return model(x.to(model.dtype), t, labels).sample
+
+
 def weak_predict(
     model: nn.Module,
     guide: str | nn.Module | None,
     name: str = "guide",
     must_agree: Iterable[tuple] = (),
+    call: Callable[..., Tensor] = predicted,
 ) -> Callable | None:
     """Return a function of (x, t, labels) that returns the weak model's prediction; None without `guide`.
 
@@ -134,6 +146,7 @@ def weak_predict(
         guide: the weak model: another model, or "heads:SHARE" for `model` with fewer heads.
         name: what error messages begin with.
         must_agree: (name, value of the weak model, value of `model`) for further values that must be equal.
+        call: calls a model, as `predicted` does.
     """
     if guide is None:
         return None
@@ -154,7 +167,7 @@ def weak_predict(
 
     def predict(x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         with running(weak, budgets):
-            return weak(x.to(weak.dtype), t, labels).sample
+            return call(weak, x, t, labels)
 
     return predict
 
@@ -229,6 +242,7 @@ def denoise(
     # Flow schedulers have neither of these two members.
     x = x * getattr(scheduler, "init_noise_sigma", 1.0) * noise_scale
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
+    broken = []  # after each step the number of images that hold NaN or infinity, on the device
     for step, t in enumerate(scheduler.timesteps):
         out = predict(scale(x, t), t)
         if not uses_variance:
@@ -239,7 +253,10 @@ def denoise(
             replacement = on_step(step, t, x)
             if replacement is not None:
                 x = replacement
-        refuse_not_finite(x, f"step {step + 1} of {len(scheduler.timesteps)}")
+        broken.append(count_not_finite(x))
+    # Read after the last step: a look at each would wait until the device has done it.
+    for step, count in enumerate(torch.stack(broken).tolist()):
+        refuse(count, len(x), f"step {step + 1} of {len(broken)}")
     return x
 
 
@@ -310,9 +327,19 @@ def sample_images(  # noqa: PLR0913
 
 def refuse_not_finite(images: Tensor, when: str) -> None:
     """Raise FloatingPointError if images [B, ...] hold NaN or infinity; `when` begins the message."""
-    bad = len(images) - int(images.isfinite().reshape(len(images), -1).all(1).sum())
-    if bad:
-        raise FloatingPointError(f"{when}: {bad} of {len(images)} images hold NaN or infinity")
+    refuse(int(count_not_finite(images)), len(images), when)
+
+
+def count_not_finite(images: Tensor) -> Tensor:
+    """Return how many of images [B, ...] hold NaN or infinity, a scalar on their device."""
+    finite = images.isfinite().reshape(len(images), -1).all(1)
+    return (~finite).sum()
+
+
+def refuse(broken: int, images: int, when: str) -> None:
+    """Raise FloatingPointError if `broken` of some images, more than none, hold NaN or infinity."""
+    if broken:
+        raise FloatingPointError(f"{when}: {broken} of {images} images hold NaN or infinity")
 
 
 def to_uint8(images: Tensor) -> Tensor:

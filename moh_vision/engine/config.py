@@ -258,6 +258,9 @@ class RunConfig(CommonConfig):
     """Keep only the inputs of the layers and compute the rest again for the gradient: less memory, a third more time."""
     compile: bool = key(False)
     """Compile the model and its losses with torch.compile."""
+    cuda_graph: Literal["off", "on", "auto"] = key("off")
+    """Replay forward and backward of a micro-batch as a CUDA graph, after three eager steps (docs/guides/gpu.md): "on" if its
+    results equal the eager ones, "auto" if it is also faster. "off" until it has run on a card."""
     tracker: Literal["tensorboard", "wandb"] | None = key(None, free=True)
     """Also log to "tensorboard" (events in OUTPUT/tensorboard) or "wandb" (its id of the run in
     OUTPUT/wandb_id.txt)."""

@@ -20,6 +20,7 @@ from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import NEXT_LEARNING_RATE, learning_rate
 from moh_vision.engine.step_folders import RECORD, export
+from moh_vision.engine.step_graph import make_passes
 from moh_vision.engine.step_times import StepTimes
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
@@ -88,7 +89,7 @@ def start_loop(  # noqa: PLR0913
     rate = make_schedule(config.optim, span, schedule or {})
 
     task, optimizer = descent.prepare(task, optimizer)
-    model = accelerator.unwrap_model(task).model
+    bare_task = accelerator.unwrap_model(task)
     state = TrainingState(task, descent.optimizers, average, accelerator.scaler)
     with setup.errors():
         state.check_options(config.optim.name)
@@ -107,11 +108,13 @@ def start_loop(  # noqa: PLR0913
     log = open_log(setup, span, folder.path, title, **log_options)
     if span.stop:
         descent.announce(log, span.start)
+    with setup.errors():
+        passes = make_passes(config, accelerator, bare_task, descent, folder.path, span.start, log)
     return TrainingLoop(
         setup=setup,
         span=span,
         folder=folder.path,
-        model=model,
+        model=bare_task.model,
         task=task,
         optimizer=optimizer,
         descent=descent,
@@ -124,6 +127,7 @@ def start_loop(  # noqa: PLR0913
         elastic=elastic,
         best=best,
         unreadable=unreadable,
+        passes=passes,
         drawings=drawings,
     )
 

@@ -85,9 +85,9 @@ def total(tensor: Tensor) -> Tensor:
     return reduce(tensor.to(PartialState().device), "sum").cpu()
 
 
-def greatest(values: Tensor) -> list[float]:
+def greatest(values: Tensor) -> Tensor:
     """Return the elementwise maximum of values [N] over all processes."""
-    return gather(values[None]).amax(0).tolist()
+    return gather(values[None]).amax(0)
 
 
 @torch.no_grad()

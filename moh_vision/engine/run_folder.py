@@ -180,6 +180,7 @@ def only_records(folder: Path) -> bool:
         LOCK,
         WANDB_ID,
         "attention.json",
+        "cuda_graph.json",
         "data.json",
         "frozen.json",
         "environment.jsonl",

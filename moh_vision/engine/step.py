@@ -119,12 +119,14 @@ class Agreement(NamedTuple):
         bad_norm: whether some process had a gradient norm that is not finite.
         signal: the greatest number of a signal that some process received, or 0.
         bad_samples: whether some process met an unreadable sample that the others do not know of.
+        norm: the gradient norm, which is the same on all processes.
     """
 
     bad_loss: bool
     bad_norm: bool
     signal: int
     bad_samples: bool
+    norm: float
 
     @property
     def finite(self) -> bool:
@@ -135,17 +137,26 @@ class Agreement(NamedTuple):
 def agree(loss: Tensor, norm: Tensor, signal: int = 0, bad_samples: bool = False) -> Agreement:
     """Tell all processes what each of them has met, in one collective; every process calls it.
 
+    This is the only point of a step at which the host waits for the device: the norm, which the log needs, is read with
+    the rest.
+
     Args:
         loss: mean loss of this process's micro-batches, a scalar.
         norm: norm of the gradients, a scalar.
         signal: number of a signal that this process received, or 0.
         bad_samples: whether this process has met unreadable samples since the last call.
     """
-    bad = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm.to(loss.device))]).float()
-    bad_loss, bad_norm, signal, bad_samples = greatest(
-        torch.cat([bad, bad.new_tensor([signal, bad_samples])])
-    )
-    return Agreement(bool(bad_loss), bool(bad_norm), int(signal), bool(bad_samples))
+    norm = norm.to(loss.device, torch.promote_types(norm.dtype, torch.float32))
+    met = [
+        ~torch.isfinite(loss),
+        ~torch.isfinite(norm),
+        # Filled on the device: the copy of a tensor from the host would wait until the device has done its work.
+        norm.new_full((), signal),
+        norm.new_full((), bad_samples),
+    ]
+    shared = greatest(torch.stack([value.to(norm.dtype) for value in met]))
+    bad_loss, bad_norm, signal, bad_samples, norm = torch.cat([shared, norm[None]]).tolist()
+    return Agreement(bool(bad_loss), bool(bad_norm), int(signal), bool(bad_samples), norm)
 
 
 class SkippedSteps:

@@ -24,6 +24,7 @@ from moh_vision.engine.best import BEST, Best, value_of
 from moh_vision.engine.block_descent import GATES, BlockDescent, Phase
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.config import EmaConfig, RunConfig
+from moh_vision.engine.cuda_graphs import CudaGraphs
 from moh_vision.engine.logging import RunLog, ending, write_json
 from moh_vision.engine.ranks import attempt
 from moh_vision.engine.run_setup import RunSetup, Span
@@ -38,6 +39,7 @@ from moh_vision.engine.step import (
     largest_learning_rate,
     set_learning_rate,
 )
+from moh_vision.engine.step_graph import EagerPasses
 from moh_vision.engine.weights import ModelEma, first_weights_left
 
 
@@ -70,6 +72,7 @@ class TrainingLoop:
         elastic: an `ElasticBudget`, or None.
         best: keeps the best validation score, or None.
         unreadable: the `BadSamples` of the data, or None.
+        passes: does forward, losses and backward of micro-batches; None: eagerly.
         drawings: for forwards that the run makes beside its losses, whose attention is measured too: functions of the model
             that evaluates, each of which returns all models of such a forward, and a function that makes it.
 
@@ -97,6 +100,7 @@ class TrainingLoop:
     elastic: object | None = None
     best: Best | None = None
     unreadable: object | None = None
+    passes: EagerPasses | None = None
     drawings: Sequence[Callable] = ()
 
     done: int = field(init=False)
@@ -105,10 +109,14 @@ class TrainingLoop:
     signal: int = field(init=False, default=0)
     skipped: SkippedSteps = field(init=False, default_factory=SkippedSteps)
     _epoch: int | None = field(init=False, default=None)  # of the last step
+    # What captured the calls of attention whose times the measurement table has; None: they were eager, or not timed here.
+    _measured_by: CudaGraphs | None = field(init=False, default=None)
     _left_out_said: set[str] = field(init=False, default_factory=set)  # lines of `_say_left_out`
 
     def __post_init__(self):
         self.done = self.span.start
+        if self.passes is None:
+            self.passes = EagerPasses(self.accelerator, self.config.optim.accumulation)
 
     def __enter__(self) -> Self:
         return self
@@ -186,15 +194,13 @@ class TrainingLoop:
             # Seed after fetching: data loading also consumes random numbers. Dropout then depends on
             # seed, step, micro-batch, rank and phase alone.
             rank = accelerator.process_index
-            torch.manual_seed(derive_seed(config.seed, step, number, rank, *phase.salt))
+            seed = derive_seed(config.seed, step, number, rank, *phase.salt)
             # Processes reduce their gradients once a phase, in the backward of its last micro-batch.
             sync = contextlib.nullcontext()
             if number < accumulation - 1:
                 sync = accelerator.no_sync(phase.task)
             with sync:
-                losses = phase.task(**batch, **more)
-                # Gradients add up over micro-batches; dividing the loss makes their sum the mean.
-                accelerator.backward(losses["loss"] / accumulation)
+                losses = self.passes(phase.task, {**batch, **more}, seed)
             self.losses.append(losses)
             times.mark("compute")
         assert len(self.losses) == accumulation, "the batches ended within a step"
@@ -205,11 +211,11 @@ class TrainingLoop:
         if phase.clipped:
             max_norm = config.optim.clip_norm
         norm = clip_gradients(accelerator, phase.task.parameters(), max_norm)
-        self.norms[phase.name] = norm.item()
 
         # One collective tells every process what any process has met: all skip, stop and count together.
         loss = torch.stack([each["loss"].detach().float() for each in self.losses]).mean()
         agreed = agree(loss, norm, self.setup.signals.received, self._new_bad_samples())
+        self.norms[phase.name] = agreed.norm
         self.signal = agreed.signal
         if agreed.bad_samples:
             self.unreadable.share(gather_object)
@@ -394,10 +400,18 @@ class TrainingLoop:
             yield from islice(batches, count)
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
-        """Return the micro-batches; a run without a measurement table first makes one with the first of them."""
+        """Return the micro-batches; a run without a measurement table first makes one with the first of them.
+
+        It is measured in the mode that will run. If steps then do not run as CUDA graphs, it is measured once more.
+        """
         attention = self.setup.attention
-        if attention is None or attention.table is not None:
+        if attention is None:
             return batches
+        graphs = self.passes.capturing
+        for_graphs_in_vain = self._measured_by is not None and graphs is None
+        if attention.table is not None and not for_graphs_in_vain:
+            return batches
+        self._measured_by = graphs
         first = next(batches)
         calls: dict = {}
         forward_seconds = self._collect_calls(calls, first, more)
@@ -432,6 +446,7 @@ class TrainingLoop:
                         lambda: self.task(**batch, **more),
                         training=True,
                         compiled=config.compile,
+                        graphs=self.passes.capturing,
                     )
         for at_share in share_contexts:
             with at_share():

@@ -50,6 +50,7 @@ with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     )
     from moh_vision.language.evaluation.translation import check_gate_modes
     from moh_vision.language.evaluation.words import bleu_tokenizer
+    from moh_vision.language.models.base import labelled
     from moh_vision.language.models.weights import (
         build_model,
         configs_of,
@@ -169,20 +170,26 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
         def fetch() -> Fetched:
             with setup.errors(every_rank=True, code=1):  # text that has changed, or invalid ids
+                # Labels are found before the batch is on the device: looking there would wait for the device.
                 step_batches = [
-                    send_to_device(batch, accelerator.device, non_blocking=True)
+                    dict(batch, where=labelled(batch["labels"]))
                     for batch in islice(batches, config.optim.accumulation)
                 ]
             # Micro-batches have different numbers of labels. Each sum of losses is divided by the mean number, so
             # that the loss of the step is the mean over all labels of the step.
-            local_labels = sum((batch["labels"] != -100).sum() for batch in step_batches)
-            labels = accelerator.reduce(local_labels.float(), "sum")
-            return Fetched(step_batches, int(labels), dict(tokens=labels / micro_batches))
+            labels = sum(len(batch["where"]) for batch in step_batches)
+            if accelerator.num_processes > 1:
+                here = torch.full((), float(labels), device=accelerator.device)
+                labels = int(accelerator.reduce(here, "sum"))
+            tokens = torch.full((), labels / micro_batches, device=accelerator.device)
+            on_device = send_to_device(step_batches, accelerator.device, non_blocking=True)
+            return Fetched(on_device, labels, dict(tokens=tokens))
 
         if config.estimate:
 
             def macs_of(batch: dict) -> int:
-                one = {name: value[:1] for name, value in batch.items() if name != "labels"}
+                not_inputs = ("labels", "where")
+                one = {name: value[:1] for name, value in batch.items() if name not in not_inputs}
                 return len(batch["labels"]) * mean_macs(shadow, elastic, **one)
 
             estimate_cost(loop, sampler, fetch, macs_of)

@@ -41,7 +41,11 @@ class RoutedLoss:
         return self.log_probs(hidden), stats
 
     def routed_loss(
-        self, labels: Tensor, label_smoothing: float = 0.0, **inputs
+        self,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        where: Tensor | None = None,
+        **inputs,
     ) -> tuple[Tensor, Tensor, list[RoutingStats]]:
         """Return losses per token; a task averages them and adds the routers' losses.
 
@@ -49,15 +53,24 @@ class RoutedLoss:
             labels: [B, N] aligned with the outputs (no shift); at -100 neither loss nor logits are computed.
             label_smoothing: s; loss = (1 - s) * (-log p of the label) + s * (mean of -log p over the
                 vocabulary).
+            where: what `labelled` returns for these labels, [T]; None: it is called here, which waits for the device.
 
         Returns:
             (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
         """
         hidden, stats = self.states_and_stats(**inputs)
-        where = (labels != -100).nonzero(as_tuple=True)
-        loss, nll = self.token_losses(hidden[where], labels[where], label_smoothing)  # [T]
-        zeros = loss.new_zeros(labels.shape)
-        return zeros.index_put(where, loss), zeros.index_put(where, nll), stats
+        if where is None:
+            where = labelled(labels)
+        words = labels.flatten()[where]
+        loss, nll = self.token_losses(hidden.flatten(0, 1)[where], words, label_smoothing)  # [T]
+        zeros = loss.new_zeros(labels.numel())
+        losses = [zeros.index_put((where,), each).view_as(labels) for each in (loss, nll)]
+        return *losses, stats
+
+
+def labelled(labels: Tensor) -> Tensor:
+    """Return which of the flattened labels are not -100: their indices [T]."""
+    return (labels.flatten() != -100).nonzero().squeeze(1)
 
 
 class TextModel(RoutedLoss, PreTrainedModel):
