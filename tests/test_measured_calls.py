@@ -102,6 +102,14 @@ def test_of_a_training(case, measured, tmp_path, capsys):
     assert measured == []
 
 
+@pytest.mark.slow
+def test_of_a_compiled_training(measured, tmp_path, capsys):
+    """The EMA is evaluated uncompiled, the last weights compiled."""
+    train("cls", tmp_path / "run", *HALF, *PER_SAMPLE, "--compile", "true")
+    assert "3 of 3 kinds of calls" in capsys.readouterr().out
+    assert measured == []
+
+
 # Case -> options of a run that translates, and how often calls of a kind that has no row may run.
 TRANSLATIONS = {
     "heads": (("--model.name", "mt_moh_50"), []),

@@ -435,16 +435,21 @@ class TrainingLoop:
                         training=True,
                         compiled=config.compile,
                     )
+        # The trained weights are evaluated compiled, an EMA is not. With an EMA both are, after the last step.
+        forms = [config.compile]
+        if config.compile and self.ema is not None:
+            forms.append(False)
         for at_share in evaluation_shares:
             with at_share():
-                seconds = collect(
-                    calls,
-                    self.task,
-                    lambda: self.task(**batch, **more),
-                    training=False,
-                    compiled=config.compile and self.ema is None,  # an EMA is evaluated uncompiled
-                    batch=eval_size / size,
-                )
+                for compiled in forms:
+                    seconds = collect(
+                        calls,
+                        self.task,
+                        lambda: self.task(**batch, **more),
+                        training=False,
+                        compiled=compiled,
+                        batch=eval_size / size,
+                    )
                 for drawing in self.drawings:
                     for models, forward in drawing(self.ema.module if self.ema else self.model):
                         collect(calls, models, forward, training=False)
