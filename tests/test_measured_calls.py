@@ -38,6 +38,7 @@ TRAININGS = {
     "images, per sample": ("cls", (*HALF, *PER_SAMPLE)),
     "images, groups": ("cls", (*HALF, *PER_SAMPLE, *GROUPS)),
     "images, elastic": ("cls", (*HALF, *PER_SAMPLE, *GROUPS, *ELASTIC)),
+    "images, TransNeXt": ("transnext", ()),
     "images, bfloat16": ("cls", (*HALF, *PER_SAMPLE, *BFLOAT16)),
     "diffusion, per token": ("dit", (*HALF, *PREVIEWS)),
     "diffusion, by condition": ("dit", (*HALF, *PER_SAMPLE, *PREVIEWS)),
@@ -209,6 +210,18 @@ def test_of_sampling_guided_by_another_run(measured, tmp_path, capsys):
     assert measured == []
 
 
+def test_of_sampling_with_scores(measured, tmp_path, capsys):
+    """Of the classifier that makes the features, too."""
+    classifier = train("cls", tmp_path / "classifier", *HALF)
+    run = train("dit", tmp_path / "run", *BY_TIMESTEP)
+    capsys.readouterr()
+    measured.clear()
+    argv = f"--checkpoint {run} --num-images 5 --batch-size 3 --steps 2 --cfg-scale 2 --score digits".split()
+    sample.main([*argv, "--score-split", "val", "--extractor", str(classifier)])
+    assert "2 of 2 kinds of calls" in capsys.readouterr().out
+    assert measured == []
+
+
 # Case -> small run, its options and those of the command.
 CURVES = {
     "images": ("cls", (*HALF, *PER_SAMPLE, *GROUPS), ()),
@@ -224,7 +237,7 @@ CURVES = {
 
 @pytest.mark.parametrize("case", CURVES)
 def test_of_budget_curve(case, measured, tmp_path, monkeypatch, run_command):
-    """Of scoring and timing at every share, on a machine that has measured nothing before."""
+    """Of scoring and timing at each share, on a machine that has measured nothing before."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     monkeypatch.setattr(budget_curve, "VISIT", 0.0)
     name, options, more = CURVES[case]
@@ -235,7 +248,8 @@ def test_of_budget_curve(case, measured, tmp_path, monkeypatch, run_command):
     run = train(name, tmp_path / "run", *options)
     monkeypatch.setattr(measurement_table, "cache_folder", lambda: tmp_path / "empty")
     measured.clear()
-    answer = run_command("budget-curve", run, "--output", tmp_path / "curve.png", *more)
+    figure = tmp_path / "curve.png"
+    answer = run_command("budget-curve", run, "--shares", "0.5", "0.75", "--output", figure, *more)
     assert answer.code == 0
     assert "attention measured in " in answer.out
     assert measured == []

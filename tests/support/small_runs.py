@@ -15,6 +15,9 @@ from tests.support.small_text import write_pairs, write_plain
 # Name of a small run -> its options.
 SMALL = dict(
     cls="--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --data.workers 0",
+    transnext="--data.root digits --data.img_size 64 --data.augment none --data.workers 0 --data.eval_batch_size 50 "
+    "--model.name moh_transnext_small_75 --model.head_budget uniform:0.5 --model.kwargs.embed_dims [8,16,16,32] "
+    "--model.kwargs.num_heads [2,4,4,8] --model.kwargs.depths [1,1,1,1] --optim.batch_size 6",
     dit="--config configs/quickstart/dit.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --label_drop 0.1",
     text="--model.name mt_mae_7 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
     "--model.kwargs.num_attention_heads 4 --model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 "
@@ -30,7 +33,14 @@ SMALL = dict(
 
 
 # Name of a small run -> the package of its wing.
-WINGS = dict(cls="classification", dit="diffusion", text="language", clm="language", mlm="language")
+WINGS = dict(
+    cls="classification",
+    transnext="classification",
+    dit="diffusion",
+    text="language",
+    clm="language",
+    mlm="language",
+)
 
 
 def script(name):
