@@ -162,7 +162,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         schedulers.set_steps(scheduler, num_inference_steps)
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
-            self.predictor(on_routing), labels, self.transformer.config.num_classes, weak
+            self._predict(on_routing), labels, self.transformer.config.num_classes, weak
         )
         with self._step_bar(schedulers.step_count(scheduler)) as bar:
             on_step = partial(
@@ -194,9 +194,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             )
         return latents.float()
 
-    def predictor(
-        self, on_routing: Callable | None = None
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return the transformer as a function of (x, t, labels) that reports routing to `on_routing`."""
         transformer = self.transformer
 

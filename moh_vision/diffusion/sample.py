@@ -10,6 +10,7 @@ import hashlib
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,7 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
-from moh_vision.diffusion.sampling import Guidance, to_uint8, weak_predict
+from moh_vision.diffusion.sampling import Guidance, predicted, to_uint8, weak_predict
 from moh_vision.diffusion.schedulers import step_count
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
@@ -349,7 +350,7 @@ class Drawing:
         interval = tuple(config.cfg_interval)
         guidance = Guidance(config.cfg_scale, config.guide_channels, interval, config.guide_scale)
         guided = guidance.around(
-            self.pipe.predictor(),
+            partial(predicted, model),
             labels,
             model.config.num_classes,
             weak_predict(model, self.weak),

@@ -121,6 +121,11 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
+def predicted(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    """Return a model's prediction for x [n, C, h, w], t [1] and labels [n]."""
+    return model(x.to(model.dtype), t, labels).sample
+
+
 def weak_predict(
     model: nn.Module,
     guide: str | nn.Module | None,
