@@ -6,11 +6,13 @@ RUN comes first: runs of classifiers, scored on validation images, of language m
 text, or of diffusion models, on samples. Options of validate.py are taken too, for text only --data.*
 and precision; diffusion takes those of sample.py and needs --score REFERENCE. Shared heads stay; see
 `set_head_budget` for how a share is spread. A ring marks the saved share; a dense model is one point.
-Latency: median and quartiles of a batch's forward, over rounds in which all models and shares take turns.
+Latency: median and quartiles of a batch's forward, of diffusion of a step of drawing, guidance included,
+over rounds in which all models and shares take turns.
 """
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +29,14 @@ from moh_vision.attention import (
     running,
 )
 from moh_vision.attention.budget import parse_share
+from moh_vision.attention.measure import collect, measured_table
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
 from moh_vision.commands.search import refuse_budget
 from moh_vision.common.io import run_of
 from moh_vision.common.progress import say
+from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.opened import Opened
 from moh_vision.models.pretrained import runs_all_heads
 from moh_vision.opening import kind_of, open_run
@@ -43,6 +47,9 @@ ROUNDS = 15
 VISIT = 0.1  # in a round a model is timed for at least so many seconds
 # The score that is drawn is the first of these that all runs have.
 DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")
+# Of each run: a forward pass and its batch size, and the budgets by share.
+Passes = Sequence[tuple[Callable[[], object], int]]
+Budgets = Sequence[dict[float, ModelBudgets]]
 
 
 class Timed(NamedTuple):
@@ -112,6 +119,47 @@ def measure(
     data = [run.scored_on.format(c=run.config) for run in opened]
     for name, run, text in zip(names, opened, data):
         say(f"{name}: weights of {run.metadata['weights']}; scored on {text}")
+    with measured_calls(opened, passes, budgets):
+        return _score_and_time(names, opened, passes, budgets, data)
+
+
+@contextlib.contextmanager
+def measured_calls(opened: Sequence[Opened], passes: Passes, budgets: Budgets) -> Iterator[None]:
+    """Measure at every share for which attention calls skipping heads saves time; `auto` follows that in the context.
+
+    Args:
+        opened: the runs.
+        passes: what `make_forward` of each returns.
+        budgets: what `budgets_of` returns for each.
+    """
+
+    def table() -> tuple[dict, str]:
+        calls: dict = {}
+        seconds = 0.0
+        for run, (forward, _), by_share in zip(opened, passes, budgets):
+            for chosen in by_share.values():
+                with running(run.model, chosen):
+                    seconds += collect(calls, run.model, forward, training=False)
+            for networks, scoring in run.passes_beside():
+                collect(calls, networks, scoring, training=False)
+        return measured_table(calls, seconds)
+
+    accelerator = opened[0].accelerator
+    with contextlib.ExitStack() as held:
+        record = keep_settings(None, accelerator, held)
+        if record and record.table is None:
+            record.measure(table, None, accelerator)
+        yield
+
+
+def _score_and_time(
+    names: Sequence[str],
+    opened: Sequence[Opened],
+    passes: Passes,
+    budgets: Budgets,
+    data: Sequence[str],
+) -> list[dict]:
+    """Return the results of `measure`; `data` says in words what each run is scored on."""
     lines = []
     timed: list[Timed] = []
     for name, run, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):

@@ -152,8 +152,21 @@ class OpenedDiffusion(Opened):
         return scores
 
     def make_forward(self) -> tuple[Callable[[], Any], int]:
-        count = min(self.drawing.config.batch_size, self.drawing.config.num_images)
-        return self.drawing.one_pass(count), count
+        count = self._batch
+        _, forward = self.drawing.one_step(count)
+        return forward, count
+
+    def passes_beside(self) -> list[tuple[nn.Module, Callable[[], Any]]]:
+        drawing = self.drawing
+        # With the weak model that guides, if there is one.
+        step = drawing.one_step(self._batch)
+        scoring = drawing.scorer.passes(drawing.config.batch_size, self.accelerator.device)
+        return [step, *scoring]
+
+    @property
+    def _batch(self) -> int:
+        """Number of images that are drawn at a time."""
+        return min(self.drawing.config.batch_size, self.drawing.config.num_images)
 
     def example(self) -> tuple[list[Tensor], dict]:
         config = self.model.config

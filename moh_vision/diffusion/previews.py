@@ -30,7 +30,7 @@ from moh_vision.diffusion.schedulers import (
     sampler_in_words,
     step_count,
 )
-from moh_vision.diffusion.scores import make_scorer
+from moh_vision.diffusion.scores import Scorer, make_scorer
 from moh_vision.engine.ranks import attempt, by_main
 
 BATCH = 32  # images in one forward
@@ -141,8 +141,8 @@ class Samples:
         finally:
             model.train(was_training)
 
-    def one_pass(self, model: nn.Module) -> tuple[nn.Module, Callable[[], Tensor]]:
-        """Return all that predicts in a step of a drawing, and a function that does so for its first batch."""
+    def passes(self, model: nn.Module) -> list[tuple[nn.Module, Callable[[], object]]]:
+        """Return [(all that predicts in a step of a drawing, function that does so for its first batch)]."""
         labels = self.labels(range(self.config.images)[:BATCH]).to(next(model.parameters()).device)
         weak = weak_predict(model, self.weak)
         guided = self.guidance.around(partial(predicted, model), labels, len(self.names), weak)
@@ -150,7 +150,7 @@ class Samples:
         models = model
         if isinstance(self.weak, nn.Module):
             models = nn.ModuleList([model, self.weak])
-        return models, partial(guided, noise, torch.tensor(NUM_TIMESTEPS / 2))
+        return [(models, partial(guided, noise, torch.tensor(NUM_TIMESTEPS / 2)))]
 
     def announce(self, log, batches: int) -> Callable:
         """Return an `on_step` that times the second step, and logs how long drawing takes if that is long.
@@ -221,7 +221,12 @@ class Previews(Samples):
 class Scores(Samples):
     """Scores the fidelity of samples, which are in RUN/.scoring until they are scored."""
 
-    scorer: Callable | None = None
+    scorer: Scorer | None = None
+
+    def passes(self, model: nn.Module) -> list[tuple[nn.Module, Callable[[], object]]]:
+        """As in `Samples`; and those of the network that scores."""
+        device = next(model.parameters()).device
+        return [*super().passes(model), *self.scorer.passes(BATCH, device)]
 
     def draw(self, model: nn.Module, loop) -> None:
         """Draw samples, shared out among all ranks, and log their scores; a failure is counted and logged."""

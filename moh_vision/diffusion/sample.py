@@ -13,11 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 
 from moh_vision.attention.measure import collect, measured_table
 from moh_vision.attention.model_heads import routed_layers
@@ -42,7 +40,7 @@ from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.prediction_graphs import PredictionGraphs
-from moh_vision.diffusion.sampling import to_uint8, weak_predict
+from moh_vision.diffusion.sampling import Guidance, predicted, to_uint8, weak_predict
 from moh_vision.diffusion.schedulers import step_count
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
@@ -347,25 +345,38 @@ class Drawing:
         )
         return dict(protocol=config.protocol, sampling=sampling, versions=versions())
 
-    def one_pass(self, size: int, predict: Callable | None = None) -> Callable[[], Any]:
-        """Return a function that runs the model, or `predict`, once on a batch of `size` random images.
+    def one_step(self, size: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+        """Return all that predicts in a step of drawing, and a function that does so for `size` images of noise.
 
-        The images share one timestep, as they do while they are drawn: a router that reads it makes one choice for all.
+        The predictions are those of a guided step. Steps outside `cfg_interval` make the first of them, without the half
+        for "no class".
         """
+        config = self.config
         model = self.pipe.transformer
+        device = self.accelerator.device
+        labels = self.labels[torch.arange(size) % len(self.labels)].to(device)
+        interval = tuple(config.cfg_interval)
+        guidance = Guidance(config.cfg_scale, config.guide_channels, interval, config.guide_scale)
+        guided = guidance.around(
+            partial(predicted, model),
+            labels,
+            model.config.num_classes,
+            weak_predict(model, self.weak),
+        )
+        generator = torch.Generator().manual_seed(config.seed)
         side = model.config.sample_size
-        shape = (size, model.config.in_channels, side, side)
-        generator = torch.Generator().manual_seed(self.config.seed)
-        noise = torch.randn(shape, generator=generator)
-        timestep = torch.randint(NUM_TIMESTEPS, (1,), generator=generator)
-        labels = self.labels[torch.arange(size) % len(self.labels)]
-        inputs = send_to_device((noise, timestep, labels), self.accelerator.device)
+        noise = torch.randn(size, model.config.in_channels, side, side, generator=generator)
+        noise = noise.to(device)
+        timestep = torch.tensor(NUM_TIMESTEPS * sum(interval) / 2)  # in the middle of the interval
 
-        def forward() -> Any:
+        def forward() -> Tensor:
             with self.accelerator.autocast():
-                return (predict or model)(*inputs)
+                return guided(noise, timestep)
 
-        return forward
+        models = model
+        if isinstance(self.weak, nn.Module):
+            models = nn.ModuleList([model, self.weak])
+        return models, forward
 
     def measure(self, parts: ImageParts, attention_record: AttentionRecord) -> None:
         """Measure for which attention calls skipping heads saves time, if drawing takes over a minute.
@@ -379,28 +390,17 @@ class Drawing:
         self.measure_again = None
         if graphs is not None:
             self.measure_again = partial(self.measure, parts, attention_record)
-        model = self.pipe.transformer
         todo = len(parts.missing(self.accelerator))
-        size = len(parts.numbers(0))
-        # Classifier-free guidance predicts each image with and without its class in one pass.
-        guided_size = size if self.config.cfg_scale == 1 else 2 * size
-        passes = [(model, self.one_pass(guided_size))]
-        if self.weak:
-            weak = self.weak
-            if isinstance(weak, str):  # "heads:SHARE": the model itself, with fewer heads
-                weak = model
-            passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
-
-        def seconds_of_step() -> float:
-            return sum(
-                collect(calls, net, one_pass, training=False, graphs=graphs)
-                for net, one_pass in passes
-            )
-
         step = 0.0
         if todo:
-            seconds_of_step()  # warms up
-            step = seconds_of_step()
+            models, forward = self.one_step(len(parts.numbers(0)))
+            collect(calls, models, forward, training=False, graphs=graphs)  # warms up
+            step = collect(calls, models, forward, training=False, graphs=graphs)
+            if self.config.score:
+                for network, forward in self.scorer.passes(
+                    parts.batch_size, self.accelerator.device
+                ):
+                    collect(calls, network, forward, training=False)
         passes_of_image = step_count(self.pipe.scheduler)
         if passes_of_image is None:
             passes_of_image = ADAPTIVE_PASSES

@@ -1,35 +1,64 @@
 """Score samples with a classifier of the same classes, or with FID and related scores."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.data.batches import LabelledImages, evaluation_loader, image_transform
 from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import match_classes
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
-from moh_vision.evaluation.classifier_scores import score_with_classifier
+from moh_vision.evaluation.classifier_scores import features_of, score_with_classifier
 from moh_vision.evaluation.fidelity import Reference, make_extractor, score
-from moh_vision.evaluation.fidelity.extractors import num_features
+from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor, num_features
 from moh_vision.evaluation.fidelity.images import SourceImages, open_set
 from moh_vision.evaluation.fidelity.scoring import table
 from moh_vision.models.class_names import indices_of
 from moh_vision.models.weights import from_run
 
+SIDE = 32  # of images of noise
 
-class ClassifierScores:
+
+class Scorer:
+    """Scores samples with a network that reads their pixels.
+
+    Attributes:
+        network: the network.
+    """
+
+    network: nn.Module
+
+    def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
+        """Score samples with their labels [N]; return (scores, text). All ranks must call it together."""
+        raise NotImplementedError
+
+    def features_of_noise(self, batch_size: int, device) -> object:
+        """Run the network on a batch of noise, as it is run on images."""
+        raise NotImplementedError
+
+    def passes(self, batch_size: int, device) -> list[tuple[nn.Module, Callable[[], object]]]:
+        """Return [(network, function that runs the network on a batch)], for `collect`; [] if no layer of it is routed."""
+        if not any(isinstance(module, RoutedLayer) for module in self.network.modules()):
+            return []
+        self.network.to(device)
+        return [(self.network, partial(self.features_of_noise, batch_size, device))]
+
+
+class ClassifierScores(Scorer):
     """Computes the share of samples recognised as their class, and the Frechet distance of a classifier's features."""
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source = reference.source
         self.reference = reference.name
         self.remarks = reference.remarks
-        self.classifier, self.metadata = from_run(extractor, "classification")
+        self.network, self.metadata = from_run(extractor, "classification")
         # For each class of the samples, its number in the classifier.
         self.numbers = indices_of(classes, within=self.metadata["classes"])
         if self.numbers is None or {*self.source.classes} != {*classes}:
@@ -37,13 +66,21 @@ class ClassifierScores:
             raise ValueError(f"--extractor {extractor} and --score {self.reference} {needed}")
         match_classes(self.metadata["classes"], extractor, self.source, self.reference)
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """The shape of an image as the classifier takes it, [C, h, w]."""
+        arguments = self.metadata["arguments"]
+        img_size = arguments.get("img_size") or self.network.pretrained_cfg["input_size"][-1]
+        return arguments.get("in_chans", 3), img_size, img_size
+
+    def features_of_noise(self, batch_size: int, device) -> Tensor:
+        return features_of(self.network, torch.randn(batch_size, *self.image_shape, device=device))
+
     def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
-        """Score samples with their labels [N]; return (scores, text)."""
         metadata = self.metadata
-        cfg = self.classifier.pretrained_cfg
+        cfg = self.network.pretrained_cfg
         labels = torch.tensor(self.numbers)[labels]  # now with the classifier's class numbers
-        img_size = metadata["arguments"].get("img_size") or cfg["input_size"][-1]
-        channels = metadata["arguments"].get("in_chans", 3)
+        channels, img_size, _ = self.image_shape
         transform = image_transform(
             "none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels]
         )
@@ -56,7 +93,7 @@ class ClassifierScores:
                 yield dict(images=torch.stack(images), labels=y)
 
         fake = samples()
-        scores = score_with_classifier(self.classifier.to(device), fake, real, device)
+        scores = score_with_classifier(self.network.to(device), fake, real, device)
         space = f"penultimate layer of {metadata['weights']} ({metadata['architecture']}); not Inception, not FID"
         scores.update(feature_space=space, reference=self.reference)
         recognised = 100 * scores["recognised"]
@@ -72,6 +109,44 @@ class ClassifierScores:
         return scores, text
 
 
+class FidelityScores(Scorer):
+    """Computes FID and related scores, see `fidelity.score`.
+
+    Args:
+        source: images, or the path of statistics.
+        reference: the `Reference` of `source`.
+        network: an `Extractor`.
+        allow_biased: see `fidelity.score`.
+    """
+
+    def __init__(self, source, reference: Reference, network: Extractor, allow_biased: bool):
+        self.source = source
+        self.reference = reference
+        self.network = network
+        self.allow_biased = allow_biased
+
+    def features_of_noise(self, batch_size: int, device) -> Extracted:
+        # Whatever the size of the samples is: the network resizes them.
+        shape = (batch_size, 3, SIDE, SIDE)
+        return self.network(torch.randint(256, shape, dtype=torch.uint8, device=device))
+
+    def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
+        name = getattr(self.source, "name", self.source)  # a path has no name
+        if isinstance(self.source, SourceImages):
+            self.source.size = next(parts.batches())[1].shape[-1]
+        images = (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches())
+        scores = score(
+            images,
+            self.reference,
+            extractor=self.network,
+            batch_size=parts.batch_size,
+            device=device,
+            allow_biased=self.allow_biased,
+        )
+        scores = dict(scores, reference=name)
+        return scores, table(scores, "these samples", name)
+
+
 def make_scorer(
     config: SampleConfig,
     channels: int,
@@ -79,11 +154,11 @@ def make_scorer(
     key="--score",
     default_split="val",
     decoding: Decoding = AS_STORED,
-) -> Callable[..., tuple[dict, str]]:
-    """Open the reference and the extractor; return a function of (parts, labels, device) that scores samples.
+) -> Scorer:
+    """Open the reference and the extractor; return what scores samples.
 
-    All ranks must call the returned function together. It is a `ClassifierScores` if the extractor is a run, the
-    reference is a data set and the samples have classes; else it calls `fidelity.score`.
+    It is a `ClassifierScores` if the extractor is a run, the reference is a data set and the samples have classes, else
+    `FidelityScores`.
 
     Args:
         config: the keys of sample.py.
@@ -105,27 +180,10 @@ def make_scorer(
                 )
         return ClassifierScores(source, extractor, classes)
     reference = Reference(source, decoding)
-    name = getattr(source, "name", source)  # `source` may be a path, which has no name
     # Open the extractor last: it may have to be fetched.
     network = make_extractor(extractor, weights)
     reference.check(network, num_features(network), config.num_images, biased, channels)
-
-    def scorer(parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
-        if isinstance(source, SourceImages):
-            source.size = next(parts.batches())[1].shape[-1]
-        images = (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches())
-        scores = score(
-            images,
-            reference,
-            extractor=network,
-            batch_size=parts.batch_size,
-            device=device,
-            allow_biased=biased,
-        )
-        scores = dict(scores, reference=name)
-        return scores, table(scores, "these samples", name)
-
-    return scorer
+    return FidelityScores(source, reference, network, biased)
 
 
 def record_text(record: dict) -> str:

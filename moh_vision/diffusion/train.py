@@ -175,7 +175,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         ema=config.ema,
         elastic=model_setup.elastic,
         unreadable=unreadable,
-        drawings=[drawn.one_pass for drawn in drawings if 0 < drawn.config.every <= span.stop],
+        drawings=[drawn.passes for drawn in drawings if 0 < drawn.config.every <= span.stop],
     ) as loop:
         loader = training_loader(
             images, sampler, data_config.workers, unreadable, prepare=on_device

@@ -79,6 +79,10 @@ class Opened:
         """Return a function that does one forward pass, for timing, and the batch size of the pass."""
         raise NotImplementedError(f"{self.kind}: make_forward")
 
+    def passes_beside(self) -> list[tuple[nn.Module, Callable[[], Any]]]:
+        """Return [(networks, function that runs them on a batch)] of the networks that `scores` runs beside the model."""
+        return []
+
     def example(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return positional and keyword arguments for a forward with batch size 1; only their shapes matter."""
         raise NotImplementedError(f"{self.kind}: example")

@@ -74,7 +74,7 @@ class TrainingLoop:
         unreadable: the `BadSamples` of the data, or None.
         passes: does forward, losses and backward of micro-batches; None: eagerly.
         drawings: for forwards that the run makes beside its losses, whose attention is measured too: functions of the model
-            that evaluates, each of which returns all models of such a forward, and a function that makes it.
+            that evaluates, each of which returns [(all models of such a forward, a function that makes it)].
 
     Attributes:
         done: number of steps done, including those before the run was resumed.
@@ -432,13 +432,15 @@ class TrainingLoop:
         config = self.config
         size = next(len(value) for value in batch.values() if isinstance(value, Tensor))
         eval_size = getattr(getattr(config, "data", None), "eval_batch_size", size)
-        share_contexts = [contextlib.nullcontext]
+        # Steps run every share of an elastic budget, and evaluations three of them.
+        training_shares = [contextlib.nullcontext]
+        evaluation_shares = training_shares
         if self.elastic:
-            middle = self.elastic.between[len(self.elastic.between) // 2]
-            shares = (self.elastic.smallest, middle, self.elastic.largest)
-            share_contexts = [partial(self.elastic.running, self.model, share) for share in shares]
+            at = partial(self.elastic.running, self.model)
+            training_shares = [partial(at, share) for share in self.elastic.budgets]
+            evaluation_shares = [partial(at, share) for share in self.elastic.scored]
         with self.descent.drawing_experts():
-            for at_share in share_contexts:
+            for at_share in training_shares:
                 with at_share():
                     collect(
                         calls,
@@ -448,17 +450,22 @@ class TrainingLoop:
                         compiled=config.compile,
                         graphs=self.passes.capturing,
                     )
-        for at_share in share_contexts:
+        # The trained weights are evaluated compiled, an EMA is not. With an EMA both are, after the last step.
+        forms = [config.compile]
+        if config.compile and self.ema is not None:
+            forms.append(False)
+        for at_share in evaluation_shares:
             with at_share():
-                seconds = collect(
-                    calls,
-                    self.task,
-                    lambda: self.task(**batch, **more),
-                    training=False,
-                    compiled=config.compile and self.ema is None,  # an EMA is evaluated uncompiled
-                    batch=eval_size / size,
-                )
+                for compiled in forms:
+                    seconds = collect(
+                        calls,
+                        self.task,
+                        lambda: self.task(**batch, **more),
+                        training=False,
+                        compiled=compiled,
+                        batch=eval_size / size,
+                    )
                 for drawing in self.drawings:
-                    models, forward = drawing(self.ema.module if self.ema else self.model)
-                    collect(calls, models, forward, training=False)
+                    for models, forward in drawing(self.ema.module if self.ema else self.model):
+                        collect(calls, models, forward, training=False)
         return seconds

@@ -6,10 +6,16 @@ The distance is not FID, because the features are the classifier's.
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor, nn
 
 from moh_vision.common.progress import Progress
 from moh_vision.evaluation.fidelity.metrics import frechet_distance
 from moh_vision.evaluation.fidelity.statistics import Moments
+
+
+def features_of(classifier: nn.Module, images: Tensor) -> Tensor:
+    """Return a timm model's features [B, F] of images [B, C, h, w], from which its classifier computes the logits."""
+    return classifier.forward_head(classifier.forward_features(images), pre_logits=True)
 
 
 @torch.no_grad()
@@ -33,8 +39,7 @@ def score_with_classifier(
         right = 0
         count = 0
         for batch in batches:
-            features = classifier.forward_features(batch["images"].to(device))
-            features = classifier.forward_head(features, pre_logits=True)  # [B, F]
+            features = features_of(classifier, batch["images"].to(device))
             if not features.isfinite().all():
                 raise ValueError(
                     "the classifier's features are not finite numbers; its weights are broken"

@@ -74,6 +74,11 @@ class ElasticBudget:
             f"elastic: trained at {low:.1f} to {high:.1f} % of the {parts}, saved with {high:.1f} %"
         )
 
+    @property
+    def scored(self) -> tuple[str, str, str]:
+        """Return the shares that `by_share` scores: the smallest, the middle and the largest."""
+        return self.smallest, self.between[len(self.between) // 2], self.largest
+
     def active_share(self, share: str) -> float:
         """Return the fraction of heads that are active at a share, after its rounding to whole heads.
 
@@ -96,7 +101,7 @@ class ElasticBudget:
     def by_share(
         self, model: nn.Module, score: Callable[[], dict], at_largest: dict
     ) -> dict[str, dict]:
-        """Score a model at the smallest, the middle and the largest share.
+        """Score a model at the shares `scored`.
 
         Args:
             model: the model, or a copy of it.
@@ -104,7 +109,7 @@ class ElasticBudget:
             at_largest: scores at the largest share, which are known already.
         """
         scores = {}
-        for share in (self.smallest, self.between[len(self.between) // 2]):
+        for share in self.scored[:-1]:
             with self.running(model, share):
                 scores[share] = score()
         return {**scores, self.largest: at_largest}
@@ -131,7 +136,8 @@ def mean_macs(
     """
     if elastic is None:
         return count_macs(model, *inputs, **named).ideal
-    with elastic.running(model, elastic.between[len(elastic.between) // 2]):
+    _, middle, _ = elastic.scored
+    with elastic.running(model, middle):
         return count_macs(model, *inputs, **named).ideal
 
 

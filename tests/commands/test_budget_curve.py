@@ -14,6 +14,7 @@ from moh_vision.attention.budget import resolve_budget
 from moh_vision.classification import validate
 from moh_vision.commands import budget_curve
 from moh_vision.commands.budget_curve import budgets_of, draw, measure
+from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.opened import Opened
 from moh_vision.models.head_budgets import budget_pairs
 from tests.support import tiny_vit
@@ -114,6 +115,7 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
     one = Opened(None, model, dict(weights="W", architecture="A"))
     one.scores = lambda: dict(top1=float(running()), active_heads=[1])
     one.make_forward = lambda: (running, 2)
+    one.accelerator = make_accelerator("no")
     (line,) = measure(["run"], [one], ["0.5", "1"])
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]

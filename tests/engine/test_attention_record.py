@@ -304,7 +304,7 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
     assert written(run) == record
 
 
-def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypatch):
+def test_elastic_budgets_are_measured_at_the_shares_that_run(tmp_path, train, monkeypatch):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
@@ -312,5 +312,6 @@ def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypat
     elastic = ["--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]"]
     train(tmp_path / "run", 1, "off", *elastic)
     rows = [Row(*row) for row in written(tmp_path / "run")["table"]["rows"]]
-    # Active heads of 8: the smallest share, the middle, the largest.
-    assert [row.active for row in rows if "training" in row.call] == [4, 6, 7]
+    # Active heads of 8: steps run five shares, evaluations the smallest, the middle and the largest.
+    assert [row.active for row in rows if "training" in row.call] == [4, 5, 6, 7]
+    assert [row.active for row in rows if "inference" in row.call] == [4, 6, 7]

@@ -15,6 +15,9 @@ from tests.support.small_text import write_pairs, write_plain
 # Name of a small run -> its options.
 SMALL = dict(
     cls="--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --data.workers 0",
+    transnext="--data.root digits --data.img_size 64 --data.augment none --data.workers 0 --data.eval_batch_size 50 "
+    "--model.name moh_transnext_small_75 --model.head_budget uniform:0.5 --model.kwargs.embed_dims [8,16,16,32] "
+    "--model.kwargs.num_heads [2,4,4,8] --model.kwargs.depths [1,1,1,1] --optim.batch_size 6",
     dit="--config configs/quickstart/dit.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --label_drop 0.1",
     text="--model.name mt_mae_7 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
     "--model.kwargs.num_attention_heads 4 --model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 "
@@ -23,11 +26,21 @@ SMALL = dict(
     clm="--model.name clm_moh_small_75 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
     "--model.kwargs.num_attention_heads 8 --model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 "
     "--data.val valid --data.merges 20 --data.block 16 --optim.batch_size 4 --optim.lr 1e-2 --optim.warmup_steps 1",
+    mlm="--model.name mlm_moa_2K4E8D --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
+    "--model.kwargs.num_hidden_layers 2 --data.val valid --data.merges 20 --data.block 16 --optim.batch_size 4 "
+    "--optim.lr 1e-2 --optim.warmup_steps 1",
 )
 
 
 # Name of a small run -> the package of its wing.
-WINGS = dict(cls="classification", dit="diffusion", text="language", clm="language")
+WINGS = dict(
+    cls="classification",
+    transnext="classification",
+    dit="diffusion",
+    text="language",
+    clm="language",
+    mlm="language",
+)
 
 
 def script(name):
@@ -51,11 +64,11 @@ def plain() -> str:
 
 
 def arguments(name, output, steps, save_every, *more):
-    """Return the command line of the small run `name`: "cls", "dit", "text" or "clm"."""
+    """Return the command line of a small run of SMALL."""
     argv = SMALL[name].split()
     if name == "text":
         argv += ["--data.root", pairs()]
-    if name == "clm":
+    if name in ("clm", "mlm"):
         argv += ["--data.root", plain()]
     every = f"--log-every 1 --max-steps {steps} --save-every {save_every} --output {output}"
     return [*argv, *every.split(), *map(str, more)]
