@@ -25,7 +25,7 @@ from moh_vision.attention.executors.signature import sign, words
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers, mlp_layers
 from moh_vision.attention.routed_layer import RoutedLayer
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Call, RoutingForm
 from moh_vision.attention.trial import (
     Recorded,
     judge,
@@ -218,15 +218,17 @@ def collect(
 
     mode = "compiled" if compiled else None
 
-    def record(layer: nn.Module, call: Call) -> Plan:
+    def record(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> Plan:
         """Record a call, and let the layer compute all heads. Stands in for the layer's `plan`."""
-        s = sign(layer, call, mode)
+        # Gradients are off while calls are collected. In training they will be on.
+        s = sign(layer, call, mode, form)._replace(gradients=training)
         executor, _ = first_that_skips(layer, s)
         all_heads = executor is layer.all_heads_executor or s.active == s.heads
         skips = not all_heads and not s.cache
         later_batch = s.batch
-        # If the batch equals the number of tokens or keys, `resized` cannot tell which dimension of an input is the batch.
-        if s.batch not in (s.tokens, s.keys):
+        # If the batch equals the number of tokens or keys, `resized` cannot tell which dimension of a mask is the batch.
+        alone = sum(isinstance(t, Tensor) for t in tree_leaves(inputs[layer])) == 1
+        if alone or s.batch not in (s.tokens, s.keys):
             later_batch = max(round(s.batch * batch), 1)
         call_key = (words(s, executor), (later_batch, s.tokens, s.keys, s.active))
         if reasons is not None:

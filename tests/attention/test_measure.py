@@ -20,6 +20,7 @@ from moh_vision.attention.executors import Executor, Sequences, measurement_tabl
 from moh_vision.attention.executors.measurement_table import MeasurementTable, Row
 from moh_vision.attention.executors.plan import say
 from moh_vision.attention.kernels import route as routing_kernels
+from moh_vision.attention.measure import collect
 from moh_vision.attention.routing import Call
 from tests.support.attend_backends import Backend
 from tests.support.refusals import refuse
@@ -334,6 +335,40 @@ def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, takes, 
     with Backend("cpp", dtype).running():
         moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
     assert len(logits) == 4 and torch.equal(*logits[:2])
+
+
+# Case -> path of the operators, and the arguments of a call. Without gradients another executor would be the first.
+WITH_GRADIENTS = {
+    "a mask that learns": ("cpp", dict(attn_mask=torch.randn(9, 9))),
+    "looked-up products": ("triton", dict(condition=torch.randn(2, 32))),
+}
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENTS)
+def test_calls_of_training_are_measured_as_they_run(case, takes):
+    """With gradients, though the pass that collects the calls records none."""
+    path, named = WITH_GRADIENTS[case]
+    if "attn_mask" in named:
+        named["attn_mask"].requires_grad_()
+    takes(0.5)
+    layer = layer_of(training=True)
+    x = torch.randn(2, 128 if path == "triton" else 9, 32)
+    with kernels.using(path):
+        calls = {}
+        collect(calls, layer, lambda: layer(x, **named), training=True)
+        ((words, _),) = calls
+        measurement_table.use_table({})
+        layer(x, **named)
+        assert [call.rpartition(", ")[0] for call in measurement_table.unmeasured()] == [words]
+
+
+@pytest.mark.parametrize("batch", [4, 9])
+def test_a_larger_batch_is_measured_also_where_it_equals_the_tokens(batch, takes):
+    takes(0.5)
+    layer = layer_of()
+    calls = {}
+    collect(calls, layer, lambda: layer(tokens(batch)), training=False, batch=3)
+    assert [sizes for _, sizes in calls] == [(3 * batch, 9, 9, 2)]
 
 
 def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monkeypatch):
