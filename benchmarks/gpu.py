@@ -252,8 +252,6 @@ def missing(name):
     """Say why a part has nothing to measure here; None if it has."""
     if name.startswith(("step dit", "sampling")) and importlib.util.find_spec("diffusers") is None:
         return "diffusers is not installed"
-    if name.endswith("compiled") and torch.__version__ < (2, 13):
-        return "before torch 2.13 a compiled model computes all heads"
     return None
 
 

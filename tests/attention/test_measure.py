@@ -413,9 +413,6 @@ def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio)
     assert bool(pairs & set(picked(model, x))) == (ratio < 1)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: all heads run"
-)
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     asked = takes(0.5)
