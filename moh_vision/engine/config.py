@@ -256,8 +256,9 @@ class RunConfig(CommonConfig):
     """Weight of MoA's z-loss (0.001 in Zhang 2022)."""
     checkpointing: bool = key(False, free=True)
     """Keep only the inputs of the layers and compute the rest again for the gradient: less memory, a third more time."""
-    compile: bool = key(False)
-    """Compile the model and its losses with torch.compile."""
+    compile: bool | Literal["blocks"] = key(False)
+    """Compile the model and its losses with torch.compile; "blocks": compile the blocks of the model one by one, which
+    starts in less time."""
     tracker: Literal["tensorboard", "wandb"] | None = key(None, free=True)
     """Also log to "tensorboard" (events in OUTPUT/tensorboard) or "wandb" (its id of the run in
     OUTPUT/wandb_id.txt)."""

@@ -431,7 +431,6 @@ class TrainingLoop:
                         self.task,
                         lambda: self.task(**batch, **more),
                         training=True,
-                        compiled=config.compile,
                     )
         for at_share in share_contexts:
             with at_share():
@@ -440,7 +439,8 @@ class TrainingLoop:
                     self.task,
                     lambda: self.task(**batch, **more),
                     training=False,
-                    compiled=config.compile and self.ema is None,  # an EMA is evaluated uncompiled
+                    uncompiled=self.ema
+                    is not None,  # an EMA is evaluated, which is a copy that is not compiled
                     batch=eval_size / size,
                 )
                 for drawing in self.drawings:
