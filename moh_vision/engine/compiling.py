@@ -6,6 +6,8 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
 
+VERSIONS = 8  # PyTorch's default limit of what is compiled for one function
+
 
 def compile_task(task: nn.Module, compiles: bool | str) -> None:
     """Compile a task in place: names of weights stay, and hooks that are added later still run.
@@ -28,8 +30,8 @@ def compile_blocks(model: nn.Module) -> None:
             f"compile blocks: {type(model).__name__} is no sequence of equal blocks; allowed: true, false"
         )
     # PyTorch counts the versions of a function, which all blocks share: let each block have as many as a model has.
-    limit = len(blocks) * torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = limit
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, VERSIONS * len(blocks))
     for block in blocks:
         block.compile()
 
