@@ -439,8 +439,7 @@ class TrainingLoop:
                     self.task,
                     lambda: self.task(**batch, **more),
                     training=False,
-                    uncompiled=self.ema
-                    is not None,  # an EMA is evaluated, which is a copy that is not compiled
+                    uncompiled=self.ema is not None,  # a copy is evaluated
                     batch=eval_size / size,
                 )
                 for drawing in self.drawings:
