@@ -2,13 +2,15 @@
 
     python benchmarks/gpu.py                          # one card, less than 8 minutes
     python benchmarks/gpu.py --add                    # go on where the time did not suffice
+    python benchmarks/gpu.py --parts profile          # two minutes: where a whole step spends its time
     python benchmarks/gpu.py --parts numerics layer   # parts whose names begin so
     python benchmarks/gpu.py --parts peaks 'numerics groups' 'layer dit_xlarge_mlp' 'sampling dit_xlarge' 'step dit_xlarge eager'
                                                       # groups of the MLP
     python benchmarks/gpu.py --device cpu --quick     # tiny shapes: checks that the benchmark itself runs
     python benchmarks/gpu.py --table                  # the goals and what was reached, as Markdown
 
-Numerics (gpu_numerics.py) come first, with fresh random weights and inputs. Every executor runs every case in every dtype;
+First comes a profile of whole training steps (gpu_profile.py): how long the device is busy, what a launch takes, waits of the
+host. Numerics (gpu_numerics.py) follow, with fresh random weights and inputs. Every executor runs every case in every dtype;
 output and gradients are compared with the executor `reference` in float64, and computed twice, whose bits are compared. Below
 float64 all executors get the routing that float64 gave, and the router is checked by itself. An executor that is off by more
 than DTYPES allows is not timed in that dtype, and the run ends with exit code 1. Memory that is free is NaN before every check.
@@ -43,6 +45,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_numerics import CASES, DTYPES, QUICK_CASES, numerics, races, summary, wrong
+from gpu_profile import profile
 from gpu_run import Run
 from gpu_times import (
     MLP_SHAPES,
@@ -215,6 +218,7 @@ def plan(run):  # noqa: C901
                 part = f"layer {name} {scope} {dtype} {mode} {form}"
                 add(part, layers, *about, compiles=compiles)
 
+    add("profile eager", profile, "eager")
     add("peaks", peaks)
     numerics_of("bfloat16", cases)
     for dtype in ("float32", "tf32"):
@@ -245,6 +249,7 @@ def plan(run):  # noqa: C901
         layers_of(first_shapes, "token", form)
         layers_of(first_shapes, "sample", form)
     layers_of(first_shapes, "token", best_form, dtype="tf32")
+    add("profile blocks", profile, "blocks", compiles=True)
     return list(parts.values())
 
 
@@ -252,8 +257,6 @@ def missing(name):
     """Say why a part has nothing to measure here; None if it has."""
     if name.startswith(("step dit", "sampling")) and importlib.util.find_spec("diffusers") is None:
         return "diffusers is not installed"
-    if name.endswith("compiled") and torch.__version__ < (2, 13):
-        return "before torch 2.13 a compiled model computes all heads"
     return None
 
 
@@ -328,7 +331,7 @@ def main():
             f"--device cuda: torch {torch.__version__} finds no CUDA device; allowed here: cpu"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    empty = dict(numerics=[], routers=[], races=[], peaks={}, tables=[])
+    empty = dict(profile={}, numerics=[], routers=[], races=[], peaks={}, tables=[])
     run = Run(
         args.device, out, args.minutes, args.compile_seconds, args.quick, seed=args.seed, **empty
     )

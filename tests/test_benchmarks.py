@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ BENCHMARKS = {
     "gpu": (
         {},
         GPU
-        + "peaks 'numerics token' 'numerics groups of a sample 72' prefill 'layer dit_xlarge_mlp' "
+        + "profile peaks 'numerics token' 'numerics groups of a sample 72' prefill 'layer dit_xlarge_mlp' "
         "'sampling dit_xlarge' 'step vit_base eager'",
     ),
     "export": (dict(SIZE=[3, 32, 32], BATCHES=(1,), CASES=ONNX), ""),
@@ -103,6 +104,13 @@ def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monk
             for name, row in table["rows"].items()
             if "milliseconds" in row
         }
+        profile = found["profile"]["eager"]
+        assert list(profile["steps"]) == ["dense", "masked", "packed"]
+        assert set(profile["empty_launch_us"]) == {"torch operator", "triton kernel"}
+        assert set(profile["router_ms"]) == {"float32", "bfloat16"}
+        # On a CPU AdamW asks for its step, of which it has one for each parameter.
+        (place,) = profile["steps"]["packed"]["waits"]
+        assert place.startswith("aten::_local_scalar_dense: torch/optim/optimizer.py")
         assert timed > {
             "packed 0.75 one",
             "packed 0.5 timestep with groups",
@@ -151,6 +159,23 @@ def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
     assert code == 1 and printed.err.startswith(
         "gpu: error: masked, token 64, bfloat16, share 0.5: "
     )
+
+
+def test_busy_time_counts_what_overlaps_once():
+    spans = [(5, 9), (0, 4), (1, 2), (3, 6)]
+    events = [SimpleNamespace(time_range=SimpleNamespace(start=a, end=b)) for a, b in spans]
+    assert benchmark("gpu_profile").busy(events) == 9
+
+
+def test_a_wait_is_placed_by_the_nearest_event_with_python():
+    outer = SimpleNamespace(
+        name="aten::item", stack=["<built-in x>", "a.py(1): f"], cpu_parent=None
+    )
+    inner = SimpleNamespace(name="cudaStreamSynchronize", stack=[], cpu_parent=outer)
+    where = benchmark("gpu_profile").where
+    assert where(inner) == "a.py(1): f"
+    outer.stack = []
+    assert where(inner) == "no Python, in aten::item"
 
 
 def test_density_counts_what_it_names(tmp_path):

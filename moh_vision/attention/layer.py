@@ -393,7 +393,7 @@ class HeadMixtureAttention(RoutedLayer):
         gates = router.as_linear(x)
         if gates is None or not has_operator(x, dtype, gates.weight):
             return call
-        plan = self.plan(call, gates.form)
+        plan = self.plan(call, gates.form())
         inputs = (x, qkv.weight, qkv.bias, dtype, gates, padded)
         if plan.executor is InPlace and plan.prepared:
             masks = (call.is_causal, call.attn_mask)

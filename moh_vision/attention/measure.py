@@ -81,20 +81,18 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> list[Row]:
     def forward() -> Any:
         return model(*inputs, **named)
 
-    compiled_in_place = getattr(model, "_compiled_call_impl", None) is not None
-    compiled = compiled_in_place or hasattr(model, "_orig_mod")
     calls: Calls = {}
     reasons: Reasons = {}
     if model.training:
-        collect(calls, model, forward, training=True, compiled=compiled, reasons=reasons)
-    elapsed = collect(calls, model, forward, training=False, compiled=compiled, reasons=reasons)
+        collect(calls, model, forward, training=True, reasons=reasons)
+    elapsed = collect(calls, model, forward, training=False, reasons=reasons)
     rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * elapsed))
     current_table().add(rows)
     for line in table_lines(rows, reasons):
         print(line)
     mode = "training" if model.training else "inference"
     taken = [row.taken for row in rows if row.call.split()[1] == mode]
-    if any(name != "Masked" for name in taken) and not compiled:
+    if any(name != "Masked" for name in taken) and not compiled_layers(model):
         for line in whole_times(model, forward):
             print(line)
     return rows
@@ -189,7 +187,7 @@ def collect(
     model: nn.Module,
     forward: Callable,
     training: bool,
-    compiled: bool = False,
+    uncompiled: bool = False,
     batch: float = 1.0,
     reasons: Reasons | None = None,
     graphs: Any = None,
@@ -201,7 +199,8 @@ def collect(
         model: left as it was.
         forward: calls the model; run without gradients.
         training: whether to run it in training mode.
-        compiled: whether the calls will be compiled later.
+        uncompiled: True: a copy that is not compiled will make such calls; False: they are compiled where a layer, or a
+            module around it, is.
         batch: number of sequences in later calls over the number in this one.
         reasons: for each call, why each executor cannot skip heads is added to it; None: not wanted.
         graphs: captures the calls, if they will be in CUDA graphs later, see `trial.Recorded`.
@@ -215,11 +214,14 @@ def collect(
         if isinstance(m, RoutedLayer) and m.executor == "auto" and m.fused_attn
     ]
     inputs: dict[nn.Module, tuple] = {}
-
-    mode = "compiled" if compiled else None
+    in_compiled_code: set[nn.Module] = set()
+    if not uncompiled:
+        in_compiled_code = compiled_layers(model)
 
     def record(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> Plan:
         """Record a call, and let the layer compute all heads. Stands in for the layer's `plan`."""
+        compiled = layer in in_compiled_code
+        mode = "compiled" if compiled else None
         # Gradients are off while calls are collected. In training they will be on.
         s = sign(layer, call, mode, form)._replace(gradients=training)
         executor, _ = first_that_skips(layer, s)
@@ -263,6 +265,17 @@ def collect(
             hook.remove()
         for layer in layers:
             layer.__dict__.pop("plan", None)
+
+
+def compiled_layers(model: nn.Module) -> set[nn.Module]:
+    """Return the routed layers of a model that run in compiled code: they, or a module around them, are compiled."""
+    layers: set[nn.Module] = set()
+    for module in model.modules():
+        in_place = module._compiled_call_impl is not None
+        wrapped = "_orig_mod" in module._modules
+        if in_place or wrapped:
+            layers.update(inner for inner in module.modules() if isinstance(inner, RoutedLayer))
+    return layers
 
 
 @contextmanager

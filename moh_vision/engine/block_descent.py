@@ -15,6 +15,7 @@ from itertools import tee
 import torch
 from torch import Tensor, nn
 
+from moh_vision.engine.compiling import launched_backend
 from moh_vision.engine.ranks import average_over_processes
 
 # Names of phases.
@@ -65,17 +66,23 @@ class BlockDescent:
         accelerator: accelerate's Accelerator.
         model: the model, before accelerate wraps it. Parameters that require no gradient stay frozen.
         routers: the `MAERouter`s of the model, whatever their mode.
-        compiled: whether the run compiles the model.
+        compiled: the key `compile`.
         settings: a `BlockDescentConfig`.
     """
 
     def __init__(
-        self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings
+        self,
+        accelerator,
+        model: nn.Module,
+        routers: list[nn.Module],
+        compiled: bool | str,
+        settings,
     ):
         # With torch 2.15's inductor, unlike other backends, the compiled loss has no gradient.
-        if compiled and routers:
+        compiles = compiled or launched_backend(accelerator)
+        if compiles and routers:
             raise ValueError(
-                "compile True: a model with MAE's gates cannot be trained compiled, only without compile"
+                f"compile {compiles}: a model with MAE's gates cannot be trained compiled, only without compile"
             )
         self.accelerator = accelerator
         self.period = settings.period

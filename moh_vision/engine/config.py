@@ -256,8 +256,9 @@ class RunConfig(CommonConfig):
     """Weight of MoA's z-loss (0.001 in Zhang 2022)."""
     checkpointing: bool = key(False, free=True)
     """Keep only the inputs of the layers and compute the rest again for the gradient: less memory, a third more time."""
-    compile: bool = key(False)
-    """Compile the model and its losses with torch.compile."""
+    compile: bool | Literal["blocks"] = key(False)
+    """Compile the model and its losses with torch.compile; "blocks": compile the blocks of the model one by one, which
+    starts in less time."""
     cuda_graph: Literal["off", "on", "auto"] = key("off")
     """Replay forward and backward of a micro-batch as a CUDA graph, after three eager steps (docs/guides/gpu.md): "on" if its
     results equal the eager ones, "auto" if it is also faster. "off" until it has run on a card."""

@@ -11,6 +11,7 @@ from torch import nn
 from moh_vision.engine.best import Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.compiling import compile_task
 from moh_vision.engine.config import EmaConfig, RunConfig
 from moh_vision.engine.keys import flat, keys_of
 from moh_vision.engine.logging import RunLog, open_tracker
@@ -79,8 +80,8 @@ def start_loop(  # noqa: PLR0913
     if best is not None:
         with setup.errors():
             best = from_first(lambda: best.replay(folder.path, span.start))
-    if config.compile:
-        task.compile()
+    with setup.errors():
+        compile_task(task, config.compile)
     # Make the EMA before the model may be sharded, so that it is whole on every process.
     average = make_ema(task.model, ema, accelerator.device)
     if average is None:  # also for a decay of 0

@@ -17,6 +17,7 @@ from moh_vision.common.errors import MISTAKES, BadData, lost_a_process, user_err
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.compiling import check_compilation
 from moh_vision.engine.config import RunConfig
 from moh_vision.engine.estimate import check_estimate, steps_needed
 from moh_vision.engine.keys import changed_keys
@@ -185,6 +186,7 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
         with user_errors(name):
             config = parse_config(config_class, argv, name)
             accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
+            check_compilation(accelerator, config.compile, config.optim.accumulation)
             if accelerator.distributed_type == "FSDP":
                 check_sharded(config.optim.name)
             lock = held.enter_context(contextlib.ExitStack())

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from moh_vision.attention.measure import collect, measured_table
+from moh_vision.attention.measure import collect, compiled_layers, measured_table
 from moh_vision.attention.model_heads import user_router_modules
 from moh_vision.common.errors import BadData, lost_a_process
 from moh_vision.common.seeds import derive_seed
@@ -447,22 +447,21 @@ class TrainingLoop:
                         self.task,
                         lambda: self.task(**batch, **more),
                         training=True,
-                        compiled=config.compile,
                         graphs=self.passes.capturing,
                     )
-        # The trained weights are evaluated compiled, an EMA is not. With an EMA both are, after the last step.
-        forms = [config.compile]
-        if config.compile and self.ema is not None:
+        # An EMA is a copy that is not compiled. With an EMA the trained weights too are evaluated, after the last step.
+        forms = [self.ema is not None]
+        if self.ema is not None and compiled_layers(self.task):
             forms.append(False)
         for at_share in evaluation_shares:
             with at_share():
-                for compiled in forms:
+                for uncompiled in forms:
                     seconds = collect(
                         calls,
                         self.task,
                         lambda: self.task(**batch, **more),
                         training=False,
-                        compiled=compiled,
+                        uncompiled=uncompiled,
                         batch=eval_size / size,
                     )
                 for drawing in self.drawings:

@@ -147,7 +147,7 @@ class CosinePairs(Tokens):
     @staticmethod
     def why_not(signature: Signature) -> str:
         s = signature
-        if s.trains or s.mode == "compiled" or not has_products(s):
+        if s.trains() or s.mode == "compiled" or not has_products(s):
             return "heads are skipped by the operators in C++, in inference that is not compiled"
         if s.all_heads or 0 in (s.batch, s.tokens) or hidden_weights(s):
             return "every head may run, there are no tokens, or the projections carry hooks"

@@ -197,12 +197,11 @@ class TransNeXtStage(nn.Module):
     def forward(self, x: Tensor, stats: list[RoutingStats] | None = None) -> Tensor:
         x = self.downsample(x)  # [B, H, W, C]
         positions = self.positions(x)
-        checkpoint_fn = partial(checkpoint, use_reentrant=False)
+        checkpoint_fn = None
+        if self.grad_checkpointing:
+            checkpoint_fn = partial(checkpoint, use_reentrant=False)
         for block in self.blocks:
-            if self.grad_checkpointing:
-                x = run_block(block, x, positions, stats=stats, checkpoint=checkpoint_fn)
-            else:
-                x = block(x, positions, stats)
+            x = run_block(block, x, positions, stats=stats, checkpoint=checkpoint_fn)
         return self.norm(x).permute(0, 3, 1, 2)
 
 

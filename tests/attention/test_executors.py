@@ -587,22 +587,23 @@ def test_compiles_once_for_many_steps(executor, scope, path):
             parameter.grad = grad
         optimizer.step()
     assert len(graphs) == 1
-    if torch.__version__ >= (
-        2,
-        13,
-    ):  # before, is_exporting() is True under torch.compile: plain PyTorch
-        assert any("route" in target for target in graphs[0])
+    assert any("route" in target for target in graphs[0])
     with torch.no_grad():
         x = torch.randn(3, C, N, device=device).transpose(1, 2)
         torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 @pytest.mark.parametrize("router", ["moh", "query_norm", "moa", "mae", "dense"])
-def test_compiled_and_exported_with_a_dynamic_batch(router):
-    layer = build(**ROUTERS[router]).eval()
+def test_compiled_and_exported_with_a_dynamic_batch(router, strict):
+    """Strict export traces by dynamo, as torch.compile does, and is told from it all the same."""
+    layer = build(**ROUTERS[router], executor="packed").eval()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     program = torch.export.export(
-        layer, (torch.randn(B, N, C),), dynamic_shapes=dict(x={0: torch.export.Dim("batch")})
+        layer,
+        (torch.randn(B, N, C),),
+        dynamic_shapes=dict(x={0: torch.export.Dim("batch")}),
+        strict=strict,
     )
     x = torch.randn(5, N, C)
     assert "moh_vision" not in str(program.graph)  # operators that are not where it will run

@@ -416,17 +416,7 @@ def first_call(layer, x, where):
 
 @pytest.mark.parametrize(
     "where",
-    [
-        "autocast, inference mode",
-        "checkpoint",
-        "reentrant checkpoint",
-        pytest.param(
-            "torch.compile",
-            marks=pytest.mark.skipif(
-                torch.__version__ < (2, 13), reason="plain PyTorch runs under torch.compile"
-            ),
-        ),
-    ],
+    ["autocast, inference mode", "checkpoint", "reentrant checkpoint", "torch.compile"],
 )
 def test_kernels_are_tried_wherever_the_first_call_is(where, check, caplog):
     layer, x = layer_and_tokens("packed")

@@ -1,5 +1,6 @@
 """Where skipping heads pays is measured with a model's own calls, and `auto` follows."""
 
+import copy
 import json
 import logging
 import re
@@ -20,7 +21,7 @@ from moh_vision.attention.executors import Executor, Sequences, measurement_tabl
 from moh_vision.attention.executors.measurement_table import MeasurementTable, Row
 from moh_vision.attention.executors.plan import say
 from moh_vision.attention.kernels import route as routing_kernels
-from moh_vision.attention.measure import collect
+from moh_vision.attention.measure import collect, compiled_layers
 from moh_vision.attention.routing import Call
 from tests.support.attend_backends import Backend
 from tests.support.refusals import refuse
@@ -448,9 +449,6 @@ def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio)
     assert bool(pairs & set(picked(model, x))) == (ratio < 1)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: all heads run"
-)
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     asked = takes(0.5)
@@ -466,6 +464,21 @@ def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
         y = compiled(x)[0]
     assert [r.message for r in caplog.records] == ["auto picked Tokens: measured on this machine"]
     torch.testing.assert_close(y, layer(x)[0])
+
+
+def test_layers_are_compiled_where_they_or_a_module_around_them_are():
+    def blocks():
+        return nn.Sequential(*(nn.Sequential(layer_of()) for _ in range(3)))
+
+    plain = blocks()
+    assert compiled_layers(plain) == set()
+    wrapped = torch.compile(blocks(), backend="eager")
+    assert len(compiled_layers(nn.Sequential(wrapped))) == 3
+    plain[1].compile(backend="eager")
+    assert compiled_layers(plain) == {plain[1][0]}
+    assert compiled_layers(copy.deepcopy(plain)) == set()  # an EMA
+    plain.compile(backend="eager")
+    assert len(compiled_layers(plain)) == 3
 
 
 def test_an_mlp_alone_is_measured(path, takes):

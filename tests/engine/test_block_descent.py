@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
 from safetensors.torch import load_file
 
 from moh_vision.classification.task import ClassificationTask
@@ -306,7 +307,8 @@ def test_a_model_without_gates_has_one_plain_phase(options):
 
 
 def test_fsdp_is_refused_for_mode_bcd_only():
-    sharded = SimpleNamespace(distributed_type="FSDP")
+    state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend="no"))
+    sharded = SimpleNamespace(distributed_type="FSDP", state=state)
     model = vit()
     routers = mae_routers(model)
     words = "block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint"

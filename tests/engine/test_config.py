@@ -52,6 +52,7 @@ OPTIONS = {
      {"model.kwargs": {"global_pool": "avg"}, "model.router_kwargs": {"two_stage": False}}),
     "flags without a value": ("cls", "", "--compile --channels-last --seed 3", {"compile": True, "channels_last": True, "seed": 3}),
     "a flag that is false": ("cls", "", "--compile false", {"compile": False}),
+    "a flag with another form": ("cls", "", "--compile blocks", {"compile": "blocks"}),
     "several values": ("cls", "", "--ema.decay 0.9 --ema.warmup --optim.betas 0.8 0.95 --seed 3",
      {"ema.warmup": True, "optim.betas": (0.8, 0.95), "seed": 3}),
     "classes stay text": ("sample", "", f"{DRAW} --cfg-scale 1.5 --classes 207 n02099601 007", {"cfg_scale": 1.5, "classes": ["207", "n02099601", "007"]}),

@@ -393,6 +393,7 @@ def test_mistakes(data, first, tmp_path, capsys):
         ("mlm", "mlm_moa_2K4E16D", "--mixed_precision=bf16"),
         ("clm", "clm_wt103_mae_7", "--mixed_precision=bf16"),
         ("mt", "mt_moh_75", "--compile=true"),
+        ("mt", "mt_moh_75", "--compile=blocks"),
         ("mlm", "mlm_moa_2K4E16D", "--compile=true"),
     ],
 )

@@ -124,7 +124,7 @@ class GroupsOfSequences(Executor):
         reason = nothing_to_skip(s) or hidden_weights(s)
         if reason:
             return reason
-        if not s.one_weight and s.path == "triton":
+        if not s.one_weight() and s.path == "triton":
             # On a GPU, products with gathered weights are slower than all groups; only `LookedUpProducts` are faster.
             reason = not_tiled(s)
         if not reason and s.mode == "compiled" and not s.counted:
@@ -134,7 +134,7 @@ class GroupsOfSequences(Executor):
     @staticmethod
     def pays_up_to(signature: Signature) -> float:
         # Slices of weights are small beside the products that they save; the other two forms are measured first.
-        if signature.one_weight and signature.device.type == "cpu":
+        if signature.one_weight() and signature.device.type == "cpu":
             return known.share_of_sliced()
         return 0.0
 

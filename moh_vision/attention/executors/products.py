@@ -220,7 +220,7 @@ def products_of(signature: Signature, not_looked_up: str) -> type[Products]:
         signature: of the calls.
         not_looked_up: why `LookedUpProducts` cannot run them; "" where they can.
     """
-    if signature.one_weight:
+    if signature.one_weight():
         return SlicedProducts
     if not not_looked_up:
         return LookedUpProducts
@@ -229,7 +229,7 @@ def products_of(signature: Signature, not_looked_up: str) -> type[Products]:
 
 def alike(active: Tensor) -> bool:
     """Return whether all sequences chose the same heads, active [B, H]; False on a GPU, where asking would synchronise."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_compiling():  # or exporting
         return False
     if active.shape[0] == 1:
         return True

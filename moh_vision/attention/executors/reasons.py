@@ -18,7 +18,7 @@ def nothing_to_skip(signature: Signature) -> str:
     if 0 in (s.batch, s.tokens, s.keys, s.dim):
         return "there are no tokens"
     # A prompt in inference is not refused: each of its tokens runs its own heads, and the cache gets the keys of all heads.
-    cached = s.cache == "tokens" and (s.tokens == 1 or s.trains)
+    cached = s.cache == "tokens" and (s.tokens == 1 or s.trains())
     if cached or s.cache == "context":
         return "the keys of all heads are cached"
     return ""

@@ -62,14 +62,13 @@ class Signature(NamedTuple):
     gradients: bool  # whether gradients are recorded
     mode: str  # "eager", "compiled", or "traced": exported, or without values for another reason
 
-    @property
+    # Methods, not properties: where a size is a symbol, torch.compile of torch 2.10 cannot trace a NamedTuple's property.
     def one_weight(self) -> bool:
-        """Whether all sequences are multiplied by the weights of the same heads."""
+        """Return whether all sequences are multiplied by the weights of the same heads."""
         return self.choice == "all" or (self.choice == "sequence" and self.batch == 1)
 
-    @property
     def trains(self) -> bool:
-        """Whether the call belongs to training.
+        """Return whether the call belongs to training.
 
         `gradients` alone would not do: reentrant checkpointing runs forward once without and once with gradients, and the
         same executor must run both times, so that dropout is the same.
@@ -90,7 +89,7 @@ def sign(
     """
     x = call.x
     if form is None:
-        form = call.routing.form
+        form = call.routing.form()
     if mode is None:
         mode = call.mode or present_mode(x)
     batch, tokens, _ = x.shape
@@ -159,7 +158,7 @@ def words(signature: Signature, executor: type) -> str:
     Measurements are looked up by these words. Not in them are facts that leave no choice, such as a hook on a projection.
     """
     s = signature
-    mode = "training" if s.trains else "inference"
+    mode = "training" if s.trains() else "inference"
     parts = [
         f"{executor.__name__} {mode} {s.heads} heads of {s.head_dim}, {s.kv_heads} of keys, {s.dim} wide,",
         f"{s.given} in {s.dtype} {s.device.type} {s.layer.__name__} {s.router.__name__} per {s.scope}",

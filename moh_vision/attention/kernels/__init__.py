@@ -25,7 +25,7 @@ from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.kernels.build import using as using
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST, run
-from moh_vision.attention.linear import in_float, is_traced, product_dtype
+from moh_vision.attention.linear import in_float, is_exporting, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
@@ -41,7 +41,7 @@ def _in_cpp(device: torch.device) -> bool:
 
     An exported model does not call them, because it may run where they are not built.
     """
-    return device.type == "cpu" and path() == "cpp" and not torch.compiler.is_exporting()
+    return device.type == "cpu" and path() == "cpp" and not is_exporting()
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace an operator that returns no tensor

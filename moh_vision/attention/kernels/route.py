@@ -45,9 +45,8 @@ class LinearRouter(NamedTuple):
     gate_form: str
     balanced: bool = False
 
-    @property
     def form(self) -> RoutingForm:
-        """The form of the Routing that Triton's operators make: they do not list the pairs."""
+        """Return the form of the Routing that Triton's operators make: they do not list the pairs."""
         return RoutingForm("token", self.shared + self.routed, all_heads=False, listed=False)
 
 
