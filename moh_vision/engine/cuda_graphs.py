@@ -104,7 +104,7 @@ def kernels_tried() -> int:
         from moh_vision.attention.kernels.gpu import check  # imports Triton
     except ImportError:
         return 0
-    return check._tried.cache_info().misses
+    return check.tries()
 
 
 class Captured(Generic[T]):

@@ -111,6 +111,11 @@ def _tried(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], t
     return False
 
 
+def tries() -> int:
+    """Return how many kernels and dtypes have been tried in this process, or could not be tried yet."""
+    return _tried.cache_info().misses
+
+
 @functools.cache  # the same warning is logged once
 def _warn(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], why: str) -> None:
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))

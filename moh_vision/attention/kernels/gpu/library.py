@@ -230,18 +230,8 @@ def _fake_project_and_route(exact, x, weight, bias, router_weight, *router):
     return x.new_empty(*x.shape[:2], weight.shape[0]), *routed
 
 
-def _fake_project_and_route_backward(
-    dproduct,
-    dweights,
-    dprobs,
-    drouter_outputs,
-    router_outputs,
-    x,
-    weight,
-    bias,
-    router_weight,
-    *router,
-):
+def _fake_gradients(x, weight, bias, router_weight):
+    """Return the gradients of these inputs of `project_and_route`, without values."""
     dbias = weight.new_empty(0)
     if bias is not None:
         dbias = weight.new_empty(bias.shape)
@@ -251,6 +241,12 @@ def _fake_project_and_route_backward(
         dbias,
         torch.empty_like(router_weight),
     )
+
+
+def _fake_project_and_route_backward(
+    dproduct, dweights, dprobs, drows, rows, x, weight, bias, router_weight, *router
+):
+    return _fake_gradients(x, weight, bias, router_weight)
 
 
 def _project_and_route_gradients(grads, inputs, outputs):
@@ -324,11 +320,9 @@ def _fake_route_and_attend(exact, x, weight, bias, router_weight, *settings):
 
 
 def _fake_route_and_attend_backward(
-    do, dweights, dprobs, drouter_outputs, saved, x, weight, bias, router_weight, *settings
+    do, dweights, dprobs, drows, saved, x, weight, bias, router_weight, *settings
 ):
-    return _fake_project_and_route_backward(
-        None, dweights, dprobs, drouter_outputs, saved[0], x, weight, bias, router_weight
-    )
+    return _fake_gradients(x, weight, bias, router_weight)
 
 
 def _route_and_attend_gradients(grads, inputs, outputs):

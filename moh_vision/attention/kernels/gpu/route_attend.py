@@ -1,7 +1,7 @@
 """Project, route and attend as one operator and one node of autograd.
 
-It launches the kernels of `project_route`, `pairs` and `attend`. As one operator they take a third less time on the host than
-as three, and backward hands the gradients of the gates and of the product on without autograd.
+It launches the kernels of `project_route`, `pairs` and `attend`. One call and one node take less time on the host than
+three and two, and backward hands the gradients of the gates and of the product on without autograd.
 """
 
 from collections.abc import Sequence
