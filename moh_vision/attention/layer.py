@@ -24,10 +24,10 @@ from moh_vision.attention.executors import (
     WholeSequences,
 )
 from moh_vision.attention.kernels.route import (
+    ProductAttention,
     dtype_of_operator,
     has_operator,
     project_and_route,
-    route_and_attend,
 )
 from moh_vision.attention.linear import linear_rows, plain, present_mode, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
@@ -394,13 +394,15 @@ class HeadMixtureAttention(RoutedLayer):
         if gates is None or not has_operator(x, dtype, gates.weight):
             return call
         plan = self.plan(call, gates.form())
-        inputs = (x, qkv.weight, qkv.bias, dtype, gates, padded)
+        attention = None
         if plan.executor is InPlace and plan.prepared:
-            masks = (call.is_causal, call.attn_mask)
-            routing, attended = route_and_attend(*inputs, self.kv_heads, *masks)
-            return call._replace(routing=routing, attended=attended, plan=plan)
-        routing, product = project_and_route(*inputs)
-        return call._replace(routing=routing, product=product, plan=plan)
+            attention = ProductAttention(self.kv_heads, call.is_causal, call.attn_mask)
+        weights = (qkv.weight, qkv.bias)
+        routing, result = project_and_route(x, *weights, dtype, gates, padded, attention)
+        call = call._replace(routing=routing, plan=plan)
+        if attention is None:
+            return call._replace(product=result)
+        return call._replace(attended=result)
 
     # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` overrides them
 

@@ -11,11 +11,11 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
 from moh_vision.attention.kernels.route import (
     LinearRouter,
+    ProductAttention,
     dtype_of_operator,
     has_operator,
     project_and_route,
     route,
-    route_and_attend,
 )
 from moh_vision.attention.routers import MoARouter, MoHRouter
 from tests.support.attend_backends import CPP, EAGER, TRITON, on, threads
@@ -589,8 +589,8 @@ def test_router_and_attention_as_one_node(backend, options):
 
     def as_one(x, weight, bias, router_weight):
         router = LinearRouter(router_weight, **budget, gate_form="released")
-        masks = (options == "causal", mask)
-        return route_and_attend(x, weight, bias, x.dtype, router, padding, kv_heads, *masks)
+        attention = ProductAttention(kv_heads, options == "causal", mask)
+        return project_and_route(x, weight, bias, x.dtype, router, padding, attention)
 
     def as_two(x, weight, bias, router_weight):
         router = LinearRouter(router_weight, **budget, gate_form="released")

@@ -88,6 +88,14 @@ def has_operator(x: Tensor, dtype: torch.dtype, router_weight: Tensor) -> bool:
     return fits and works("project_and_route", x.device, x.dtype, dtype, router_weight.dtype)
 
 
+class ProductAttention(NamedTuple):
+    """How `project_and_route` attends, with a product that is queries, keys and values: see `kernels.attend_product`."""
+
+    kv_heads: int
+    is_causal: bool
+    mask: Tensor | None
+
+
 def project_and_route(
     x: Tensor,
     weight: Tensor,
@@ -95,6 +103,7 @@ def project_and_route(
     dtype: torch.dtype,
     router: LinearRouter,
     padding_mask: Tensor | None = None,
+    attention: ProductAttention | None = None,
 ) -> tuple[Routing, Tensor]:
     """Route tokens and multiply them by a weight, as one node of autograd. `has_operator` must be true.
 
@@ -103,12 +112,13 @@ def project_and_route(
         weight, bias: weight [O, C] and bias [O] (or None) of the product.
         dtype: see `dtype_of_operator`.
         router, padding_mask: see `route`.
+        attention: not None: the node also attends for the pairs that run.
 
     Returns:
-        The Routing, and x W^T + b [B, N, O] in the dtype of products.
+        The Routing; and x W^T + b [B, N, O] in the dtype of products, or with `attention` the weighted outputs
+        [B, N, H*D], 0 where a head is off.
     """
-    product, *outputs = run(
-        "moh_vision_triton::project_and_route",
+    inputs = (
         x,
         cast(x, dtype),
         cast(weight, dtype),
@@ -116,42 +126,12 @@ def project_and_route(
         *router[:5],
         padding_mask,
     )
-    return _routing(router, outputs), product
-
-
-def route_and_attend(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    router: LinearRouter,
-    padding_mask: Tensor | None,
-    kv_heads: int,
-    is_causal: bool,
-    mask: Tensor | None,
-) -> tuple[Routing, Tensor]:
-    """Do as `project_and_route`, and attend for the pairs that run, as one node of autograd.
-
-    Args:
-        x, weight, bias, dtype, router, padding_mask: see `project_and_route`; the product is queries, keys and values.
-        kv_heads, is_causal, mask: see `kernels.attend_product`.
-
-    Returns:
-        The Routing, and weighted outputs [B, N, H*D], 0 where a head is off.
-    """
-    attended, *outputs = run(
-        "moh_vision_triton::route_and_attend",
-        x,
-        cast(x, dtype),
-        cast(weight, dtype),
-        cast_bias(bias, dtype),
-        *router[:5],
-        padding_mask,
-        kv_heads,
-        is_causal,
-        mask,
-    )
-    return _routing(router, outputs[:5]), attended
+    name = "moh_vision_triton::project_and_route"
+    if attention is not None:
+        name = "moh_vision_triton::route_and_attend"
+        inputs = (*inputs, *attention)
+    result, *outputs = run(name, *inputs)
+    return _routing(router, outputs[:5]), result
 
 
 def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
