@@ -79,6 +79,11 @@ def test_a_model_without_blocks_is_refused():
     )
 
 
+def attends(graph):
+    """Whether the graph has the C++ operator that attends for pairs alone."""
+    return any(target.startswith("moh_vision.attend.") for target in graph)
+
+
 def loss_and_gradients(model, inputs):
     named = dict(zip(inspect.signature(model.forward).parameters, inputs))
     output, stats = model.forward_routed(**named)
@@ -134,20 +139,20 @@ def test_blocks_learn_as_eager_ones_and_skip_heads(family, path, graphs):
     assert list(model.state_dict()) == names
     assert len(graphs) == GRAPHS[family]
     if family in SKIPPING:
-        assert all("moh_vision.attend" in graph for graph in graphs)
+        assert all(attends(graph) for graph in graphs)
 
 
 @pytest.mark.parametrize(
     "task, decay, compiled",
     [
-        ("cls", 0, {"training", "inference"}),
-        ("dit", 0.9, {"training"}),
+        ("cls", 0, dict(training={True}, inference={True})),
+        ("dit", 0.9, dict(training={True}, inference={True, False})),
     ],
 )
 def test_attention_is_measured_in_the_mode_that_runs(
     task, decay, compiled, graphs, monkeypatch, tmp_path
 ):
-    """An EMA is evaluated, and draws previews, as a copy that is not compiled."""
+    """An EMA is evaluated, and draws previews, as a copy that is not compiled; the last weights may be evaluated too."""
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     # Not the user's cache of measurements, which is beside the operators that were built.
     monkeypatch.setattr(MeasurementTable, "from_cache", lambda: MeasurementTable([]))
@@ -162,8 +167,8 @@ def test_attention_is_measured_in_the_mode_that_runs(
     of_mode = {}
     for words, *_ in rows:
         of_mode.setdefault(words.split()[1], set()).add("compiled" in words)
-    assert of_mode == {mode: {mode in compiled} for mode in ("training", "inference")}
-    assert any("moh_vision.attend" in graph for graph in graphs)
+    assert of_mode == compiled
+    assert any(attends(graph) for graph in graphs)
 
 
 GRAPHS_OVERWRITE = "PyTorch's CUDA graphs overwrite the gradients of the micro-batch before"
