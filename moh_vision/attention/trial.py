@@ -20,6 +20,7 @@ from moh_vision.attention import kernels
 from moh_vision.attention.executors import Executor
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing
+from moh_vision.common.errors import class_and_message
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -101,10 +102,8 @@ def judge(
 
 def refuse(executor: type[Executor], B: int, N: int, error: Exception) -> None:
     """Warn that an executor is not taken for calls of B x N tokens."""
-    reason = " ".join(str(error).split())[:200]
-    log.warning(
-        f"{executor.__name__} is not taken for {B} x {N} tokens: {type(error).__name__}: {reason}"
-    )
+    reason = class_and_message(error)
+    log.warning(f"{executor.__name__} is not taken for {B} x {N} tokens: {reason}")
 
 
 def timed(call: Recorded, time_left: float) -> tuple[float, float]:

@@ -96,6 +96,11 @@ def message_of(error: BaseException) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
+def class_and_message(error: BaseException) -> str:
+    """Return an error's class and, on the same line, at most 200 characters of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first 300 characters of an exception's text, to be quoted in another message."""
     return message_of(error)[:300]

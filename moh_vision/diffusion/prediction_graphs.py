@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from moh_vision.attention.model_heads import model_budgets
 from moh_vision.attention.trial import check_same, seconds
+from moh_vision.common.errors import class_and_message
 from moh_vision.diffusion.sampling import predicted
 from moh_vision.engine.cuda_graphs import (
     Captured,
     CudaGraphs,
     Decision,
     equal_in_words,
-    in_short,
     shapes_of,
     times_in_words,
     tolerance_of,
@@ -71,7 +71,7 @@ class PredictionGraphs:
             try:
                 taken, why = self._trial(model, inputs)
             except Exception as error:  # whatever a driver or a compiler raises
-                why = in_short(error)
+                why = class_and_message(error)
         self._decide(taken, why)  # outside of the handler, whose traceback holds tensors
 
     def _trial(self, model: nn.Module, inputs: dict) -> tuple[bool, str]:
@@ -117,7 +117,7 @@ class PredictionGraphs:
         try:
             return self._captured(model, inputs)
         except Exception as error:  # whatever a driver or a compiler raises
-            why = in_short(error)
+            why = class_and_message(error)
         self._decide(False, why)
         return None
 

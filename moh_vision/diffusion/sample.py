@@ -283,9 +283,8 @@ class Drawing:
         labels = [self.classes[draw % len(self.classes)] for draw in draws]
         self.labels = torch.tensor(labels, dtype=torch.long)
         self.predictions: PredictionGraphs | None = None  # None: predictions run eagerly
-        self.measure_again: Callable | None = (
-            None  # for eager predictions, after `measure` for graphs
-        )
+        # Measures for eager predictions, after `measure` has done so for graphs.
+        self.measure_again: Callable | None = None
 
     def class_names(self, count: int) -> list[str]:
         """Return the class names of the first `count` images; [] for a model without classes."""

@@ -219,8 +219,3 @@ def tolerance_of(result: Tensor, mixed_precision: str) -> float:
     if mixed_precision != "no" or (on_gpu and torch.backends.cuda.matmul.allow_tf32):
         return ROUGH
     return TOLERANCE.get(result.dtype, ROUGH)
-
-
-def in_short(error: BaseException) -> str:
-    """Return an error on one line of at most 200 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

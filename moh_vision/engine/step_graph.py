@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moh_vision.attention.measure import as_it_was
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.trial import check_same, own_random_numbers, seconds
+from moh_vision.common.errors import class_and_message
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.config import RunConfig
 from moh_vision.engine.cuda_graphs import (
@@ -25,7 +26,6 @@ from moh_vision.engine.cuda_graphs import (
     CudaGraphs,
     Decision,
     equal_in_words,
-    in_short,
     in_words,
     shapes_of,
     times_in_words,
@@ -162,7 +162,7 @@ class GraphedPasses(EagerPasses):
             try:
                 taken, why = self._trial(task)
             except Exception as error:  # whatever a driver or a compiler raises
-                why = in_short(error)
+                why = class_and_message(error)
         # Outside of the handler the tensors of a failed capture are free: the traceback held them.
         self._decide(taken, why)
         self.seen.clear()
@@ -239,7 +239,7 @@ class GraphedPasses(EagerPasses):
                 with self._as_it_was():
                     graph = self._capture(task, inputs)
             except Exception as error:  # whatever a driver or a compiler raises
-                why = in_short(error)
+                why = class_and_message(error)
             if graph is None:
                 self._decide(False, why)
                 return None

@@ -21,6 +21,7 @@ from moh_vision.attention.kernels.gpu.blocks import uses_tf32
 from moh_vision.attention.kernels.gpu.library import OPS
 from moh_vision.attention.kernels.gpu.route import GATE_FORMS
 from moh_vision.attention.routing import Routing
+from moh_vision.common.errors import class_and_message
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -65,7 +66,7 @@ def problem(device: str = "cuda") -> str | None:
         compare("pairs", torch.device(device, index))
     except Exception as error:  # whatever a compiler or a driver raises
         if not _is_transient(error):
-            return one_line(error)
+            return class_and_message(error)
     return None
 
 
@@ -101,8 +102,8 @@ def _tried(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], t
         difference = compare(kernel, device, *dtypes)
     except Exception as error:
         if _is_transient(error):
-            raise CannotTry(one_line(error)) from None
-        why = one_line(error)
+            raise CannotTry(class_and_message(error)) from None
+        why = class_and_message(error)
     else:
         if difference.is_rounding:
             return True
@@ -128,11 +129,6 @@ def _warn(kernel: str, device: torch.device, dtypes: tuple[torch.dtype, ...], wh
 def _is_transient(error: Exception) -> bool:
     """Return whether an error may pass, because it is of the device's memory and not of the kernel."""
     return isinstance(error, MemoryError) or "out of memory" in str(error)
-
-
-def one_line(error: Exception) -> str:
-    """Return an error's class and message in one line of at most 200 characters of message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _apart(work: Callable):

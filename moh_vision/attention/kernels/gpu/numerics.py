@@ -14,6 +14,7 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.contract import attend_product_oracle
 from moh_vision.attention.kernels.gpu import check
 from moh_vision.attention.kernels.gpu.library import OPS
+from moh_vision.common.errors import class_and_message
 
 B = 2  # sequences
 H = 4  # heads
@@ -137,7 +138,7 @@ def _verdict(compare: Compare) -> tuple[float, str]:
     try:
         difference = compare()
     except Exception as error:  # whatever a compiler or a driver throws
-        return float("inf"), f"error: {check.one_line(error)}"
+        return float("inf"), f"error: {class_and_message(error)}"
     if difference.is_rounding:
         return difference.size, f"may run, at most {difference.size:.0e} off"
     size = difference.size
