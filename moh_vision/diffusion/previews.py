@@ -19,6 +19,7 @@ from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import (
     Guidance,
+    all_that_predicts,
     predicted,
     sample_images,
     to_uint8,
@@ -147,10 +148,8 @@ class Samples:
         weak = weak_predict(model, self.weak)
         guided = self.guidance.around(partial(predicted, model), labels, len(self.names), weak)
         noise = torch.randn(len(labels), *shape_of(model)).to(labels.device)
-        models = model
-        if isinstance(self.weak, nn.Module):
-            models = nn.ModuleList([model, self.weak])
-        return [(models, partial(guided, noise, torch.tensor(NUM_TIMESTEPS / 2)))]
+        step = partial(guided, noise, torch.tensor(NUM_TIMESTEPS / 2))
+        return [(all_that_predicts(model, self.weak), step)]
 
     def announce(self, log, batches: int) -> Callable:
         """Return an `on_step` that times the second step, and logs how long drawing takes if that is long.

@@ -40,7 +40,13 @@ from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.prediction_graphs import PredictionGraphs
-from moh_vision.diffusion.sampling import Guidance, predicted, to_uint8, weak_predict
+from moh_vision.diffusion.sampling import (
+    Guidance,
+    all_that_predicts,
+    predicted,
+    to_uint8,
+    weak_predict,
+)
 from moh_vision.diffusion.schedulers import step_count
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
@@ -372,10 +378,7 @@ class Drawing:
             with self.accelerator.autocast():
                 return guided(noise, timestep)
 
-        models = model
-        if isinstance(self.weak, nn.Module):
-            models = nn.ModuleList([model, self.weak])
-        return models, forward
+        return all_that_predicts(model, self.weak), forward
 
     def measure(self, parts: ImageParts, attention_record: AttentionRecord) -> None:
         """Measure for which attention calls skipping heads saves time, if drawing takes over a minute.

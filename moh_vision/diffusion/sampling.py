@@ -132,6 +132,13 @@ def predicted(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
     return model(x.to(model.dtype), t, labels).sample
 
 
+def all_that_predicts(model: nn.Module, guide: str | nn.Module | None) -> nn.Module:
+    """Return the model, beside the weak model of `weak_predict` where that is another network."""
+    if isinstance(guide, nn.Module):
+        return nn.ModuleList([model, guide])
+    return model
+
+
 def weak_predict(
     model: nn.Module,
     guide: str | nn.Module | None,
