@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.interpreter import speed_up
 from tests.support.paths import ROOT
 
 # Without a GPU, Triton interprets its kernels on the CPU. It reads the variable when it is imported.
@@ -70,9 +71,9 @@ def path(request) -> str:
         kernels.use(request.param)
     except ValueError as error:
         pytest.skip(str(error))
-    torch.set_default_device(
-        "cuda" if request.param == "triton" and torch.cuda.is_available() else None
-    )
+    if request.param == "triton":
+        speed_up()
+        torch.set_default_device("cuda" if torch.cuda.is_available() else None)
     yield request.param
     torch.set_default_device(None)
     kernels.use(None)

@@ -51,9 +51,9 @@ def finish(accelerator, signum: int = 0) -> None:
     DistributedDataParallel aborts at exit in about one run of four.
     """
     accelerator.wait_for_everyone()
-    accelerator.free_memory()
-    gc.collect()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        accelerator.free_memory()
+        gc.collect()
         torch.distributed.destroy_process_group()
     if signum:
         raise SystemExit(128 + signum)

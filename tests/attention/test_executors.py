@@ -27,6 +27,7 @@ from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routing import RoutingStats, run_block
 from tests.support.attend_backends import Launched
 from tests.support.benchmarks import benchmark
+from tests.support.covering import covering
 from tests.support.layers import (
     CASES,
     ROUTERS,
@@ -39,6 +40,7 @@ from tests.support.layers import (
     assert_equal,
     build,
     call_of,
+    output_and_gradients,
 )
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import refuse
@@ -89,7 +91,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("router, case, dtype, path", EVERY, indirect=["path"])
+@pytest.mark.parametrize("router, case, dtype, path", covering(EVERY), indirect=["path"])
 def test_equal_to_the_reference(router, case, dtype, path):
     executors = UNDER_TEST if dtype == "float64" else UNDER_TEST[:-1]
     assert_equal_to_the_reference(
@@ -206,13 +208,12 @@ def test_product_and_router_are_one_node_where_nothing_is_in_between(name, path)
     calls = change(layer)
     dtype = layer.proj.weight.dtype
     x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
-    layer.executor = "packed"
     with Launched() as launched:
-        layer(x)[0].sum().backward()
+        packed = output_and_gradients(layer, "packed", x, {})
     assert launched.names[: len(names)] == names
     assert not [name for name in launched.names[len(names) :] if not name.endswith("backward")]
     assert calls is None or len(calls) == 1
-    assert_equal(layer, ["masked", "packed"], x)
+    assert_equal(layer, ["masked"], x, done=dict(packed=packed))
 
 
 LAYERS = {  # a layer and its call, and what it launches
@@ -245,16 +246,16 @@ LAYERS = {  # a layer and its call, and what it launches
 def test_what_a_layer_launches_on_a_gpu(name, path):
     options, names = LAYERS[name]
     x, call, options = call_of(options, torch.float32, 16)
-    layer = build(width=16, executor="packed", **options)
+    layer = build(width=16, **options)
     with Launched() as launched:
-        layer(x, **call)[0].sum().backward()
+        packed = output_and_gradients(layer, "packed", x, call)
     forward = [name for name in launched.names if not name.endswith("backward")]
     assert forward == names
     assert sorted(launched.names) == sorted(
         [*forward, *(f"{name}_backward" for name in forward if name != "pairs")]
     )
     if "noisy" not in name:
-        assert_equal(layer, ["masked", "packed"], x, **call)
+        assert_equal(layer, ["masked"], x, done=dict(packed=packed), **call)
 
 
 class Fixed(nn.Module):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import math
 import os
 import subprocess
@@ -29,6 +30,7 @@ from tests.support.attend_backends import (
     on,
     outputs_and_gradients,
 )
+from tests.support.covering import covering
 from tests.support.paths import ROOT
 
 PAIRS = EAGER, CPP  # they have `project` and `combine` too
@@ -310,9 +312,12 @@ def assert_near(got, want, tolerance):
         assert error <= tolerance * size, f"{key}: {error} of {size}"
 
 
-@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
-@pytest.mark.parametrize("tokens", [65, 80, 197])
-@on(TRITON, TRITON16[1])
+@pytest.mark.parametrize(
+    "backend, tokens, tma",
+    covering(itertools.product([TRITON, TRITON16[1]], [65, 80, 197], [True, False])),
+    ids=str,
+    indirect=["backend"],
+)
 def test_the_last_block_of_keys_may_be_small(backend, tokens, tma, monkeypatch):
     """1, 16 and 5 keys against blocks of 64."""
     use_blocks(monkeypatch, 64, 64, tma)
@@ -338,9 +343,12 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
-@pytest.mark.parametrize("name", PRODUCTS)
-@on(*IN_PLACE)
+@pytest.mark.parametrize(
+    "backend, name, tma",
+    covering(itertools.product(IN_PLACE, PRODUCTS, [True, False])),
+    ids=str,
+    indirect=["backend"],
+)
 def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monkeypatch):
     """The same bits, in one gradient; by pointers also of rows that lie apart."""
     if backend == TRITON:
@@ -388,9 +396,12 @@ WEIGHED = {  # of o: whether heads of a token lie side by side, and of weights: 
 }
 
 
-@pytest.mark.parametrize("D", [7, 16, 72])
-@pytest.mark.parametrize("name", WEIGHED)
-@on(TRITON, *TRITON16[1:])
+@pytest.mark.parametrize(
+    "backend, name, D",
+    covering(itertools.product([TRITON, TRITON16[1]], WEIGHED, [7, 16, 72])),
+    ids=str,
+    indirect=["backend"],
+)
 def test_outputs_times_gates(backend, name, D):
     """Values, gradients and second derivatives; tokens of two sequences share a program."""
     B, N, H = 2, 45, 3

@@ -1,6 +1,8 @@
 """`route` on every back end against plain PyTorch in float64: values, gradients, ties, lists, threads."""
 
+import itertools
 from functools import partial
+
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from moh_vision.attention.kernels.route import (
 )
 from moh_vision.attention.routers import MoARouter, MoHRouter
 from tests.support.attend_backends import CPP, EAGER, TRITON, on, threads
+from tests.support.covering import covering
 from tests.support.refusals import refuse
 
 pytestmark = pytest.mark.filterwarnings(
@@ -51,7 +54,8 @@ ROUTERS = {
 # Which of `differentiable` a gradient comes through.
 SEPARATE = (0,), (1,), (2,)
 TOGETHER = ((0, 1, 2),)
-on_every = on(CPP, TRITON, EAGER)
+EVERY = CPP, TRITON, EAGER
+on_every = on(*EVERY)
 on_compiled = on(CPP, TRITON)  # one operator: they differ from plain PyTorch in what a test says
 
 
@@ -126,9 +130,12 @@ def compare(backend, x, weight, name, padding=None, tolerance=1e-5, through=TOGE
             )
 
 
-@on_every
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(
+    "backend, name, padded",
+    covering(itertools.product(EVERY, ROUTERS, [False, True])),
+    ids=str,
+    indirect=["backend"],
+)
 def test_every_router(backend, name, padded):
     padding = some_padding(2, 37, backend) if padded else None
     compare(backend, *make(backend, name), name, padding, through=SEPARATE + TOGETHER)
@@ -144,12 +151,17 @@ SHAPES = [
     (2, 49, 64),
     (1, 65, 64),
     (3, 97, 7),
+    (1, 7, 130),
+    (1, 300, 130),
 ]
 
 
-@on_every
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 7, 130), (1, 300, 130)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "backend, shape, dtype",
+    covering(itertools.product(EVERY, SHAPES, [torch.float32, torch.bfloat16, torch.float16])),
+    ids=str,
+    indirect=["backend"],
+)
 def test_shapes_and_types(backend, shape, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     compare(backend, *make(backend, "released", shape, dtype), "released", tolerance=tolerance)
@@ -435,9 +447,9 @@ def assert_near(got, want, tolerance):
 
 
 @on(TRITON)
-@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize(
+    "name, padded, biased", covering(itertools.product(NODES, [False, True], [True, False]))
+)
 def test_product_and_router_as_one_node(backend, name, padded, biased):
     """Values, gradients of all that may have one, and second derivatives."""
     leaves = make_node(backend, name, biased=biased)

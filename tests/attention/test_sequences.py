@@ -1,5 +1,7 @@
 """Heads and groups chosen once for a sequence: Triton's looked-up products beside gathered weights, and one choice for all."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from moh_vision.attention.losses import load_balance_loss
 from moh_vision.attention.routing import Call
 from tests.support import attend_backends as backends
 from tests.support.attend_backends import DEVICE, TRITON, Launched
+from tests.support.covering import covering
 from tests.support.layers import C, H, angles, build
 
 
@@ -37,10 +40,11 @@ def slots_of(active, weights, count):
     return torch.tensor(heads), torch.tensor(gates)
 
 
-def test_the_plan_of_random_choices(triton):
-    """1,000 choices: ties of gates, heads of nobody, all heads, and sequences that run fewer heads than others."""
+@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_plan_of_random_choices(cases, triton):
+    """Ties of gates, heads of nobody, all heads, and sequences that run fewer heads than others."""
     generator = torch.Generator().manual_seed(0)
-    for case in range(1000):
+    for case in range(cases):
         S, heads = (int(n) for n in torch.randint(1, 10, (2,), generator=generator))
         share = torch.rand((), generator=generator)
         active = torch.rand(S, 1, heads, generator=generator) < share
@@ -65,9 +69,10 @@ SHAPES = {  # heads, D, tokens
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, dtype, bias",
+    covering(itertools.product(SHAPES, [torch.float32, torch.float16], [True, False])),
+)
 def test_looked_up_products_equal_those_of_gathered_weights(shape, dtype, bias, triton):
     heads, D, tokens = SHAPES[shape]
     layer = HeadMixtureAttention(
@@ -107,9 +112,10 @@ GROUP_SHAPES = {  # groups, D, C, tokens
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", GROUP_SHAPES)
+@pytest.mark.parametrize(
+    "shape, dtype, bias",
+    covering(itertools.product(GROUP_SHAPES, [torch.float32, torch.float16], [True, False])),
+)
 def test_looked_up_groups_equal_those_of_gathered_weights(shape, dtype, bias, triton):
     """Hidden channels without gates, and the output with them, as no values were weighed before."""
     groups, D, dim, tokens = GROUP_SHAPES[shape]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_vision.attention import kernels
 from moh_vision.attention.kernels import build, eager
+from tests.support.interpreter import speed_up
 
 try:
     from moh_vision.attention.kernels.gpu import library as gpu
@@ -50,6 +51,7 @@ class Backend(NamedTuple):
         if self.path == "triton":
             if gpu is None:
                 pytest.skip("Triton is not installed")
+            speed_up()
             if self.dtype == torch.bfloat16 and DEVICE == "cpu":
                 pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
         if self.path == "cpp":

@@ -142,8 +142,11 @@ def output_and_gradients(layer, executor, x, call):
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def assert_equal(layer, executors, x, **call):
-    """Assert that the output and every gradient of each executor are those of the reference."""
+def assert_equal(layer, executors, x, done=None, **call):
+    """Assert that the output and every gradient of each executor are those of the reference.
+
+    done: what `output_and_gradients` returned for other executors, by name.
+    """
     y_ref, grads_ref = output_and_gradients(layer, "reference", x, call)
     names = ["y", "x"]
     if "context" in call:
@@ -152,8 +155,10 @@ def assert_equal(layer, executors, x, **call):
     # Errors are relative to the norm. Some gradients are small because large terms cancel (a router's through its softmax,
     # that of a key's bias), and have the rounding errors of these terms: the largest gradient adds to their scale.
     cancelled_scale = 0.04 * max(g.norm() for g in grads_ref)
+    results = dict(done or {})
     for executor in executors:
-        y, grads = output_and_gradients(layer, executor, x, call)
+        results[executor] = output_and_gradients(layer, executor, x, call)
+    for executor, (y, grads) in results.items():
         for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
             error = (got - want).norm().item()
             scale = (want.norm() + (0 if name == "y" else cancelled_scale)).item()
