@@ -3,7 +3,6 @@
 import itertools
 from functools import partial
 
-
 import pytest
 import torch
 from torch.nn import functional as F
