@@ -19,8 +19,9 @@ test: operators
 	$(BIN)/ruff format --quiet --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not reliability" --timeout 300
 
+# One room's part: make test-slow ROOM=attention
 test-slow: types
-	$(BIN)/python -m pytest -q -m slow --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow --timeout 3600 tests/$(ROOM)
 
 # mypy reads a file that uses the public names.
 types: $(INSTALLED)

@@ -128,7 +128,7 @@ def test_zero_weights_are_the_dense_mlp(routing, executor):
 
 @pytest.mark.parametrize("conditions", CONDITIONS)
 def test_gradients_are_differentiated_again(conditions):
-    """By finite differences of the first gradients, on both paths."""
+    """By finite differences of the first gradients along random directions, on both paths."""
     layer = build()
     x, condition = draw(CONDITIONS[conditions])
     layer.executor = "packed"
@@ -137,7 +137,7 @@ def test_gradients_are_differentiated_again(conditions):
         return layer(x, *read)[0]
 
     inputs = [x] if condition is None else [x, condition]
-    assert torch.autograd.gradgradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
 def test_one_choice_for_all_counts_for_every_sequence():

@@ -580,15 +580,15 @@ def test_a_gradient_that_is_one_for_all_tokens_is_not_copied(backend):
 @pytest.mark.parametrize("options", ["", "padding", "causal", "mask", "groups", "no bias"])
 def test_router_and_attention_as_one_node(backend, options):
     """Bit for bit what two nodes give, in values, gradients and second derivatives."""
-    heads, kv_heads, D, C = 6, 2 if options == "groups" else 6, 8, 24
-    budget = dict(candidates=4, shared=2, routed=2)
+    heads, kv_heads, D, C = 4, 2 if options == "groups" else 4, 8, 24
+    budget = dict(candidates=2, shared=2, routed=1)
     leaves = [
         torch.randn(shape, device=backend.device).requires_grad_()
         for shape in (
             (2, 19, C),
             ((heads + 2 * kv_heads) * D, C),
             ((heads + 2 * kv_heads) * D,),
-            (8, C),
+            (6, C),
         )
     ]
     if options == "no bias":
