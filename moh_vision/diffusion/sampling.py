@@ -199,13 +199,13 @@ def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
         fewer = fewer or weak < strong
         if weak > strong:
             raise ValueError(
-                f"{guide} is {weak} {part}, and the model runs {strong}: give a smaller share"
+                f"{guide}: that is {weak} {part}, and the model runs {strong}: give a smaller share"
             )
     if not fewer:
         parts = "groups" if budgets.chosen is budgets.groups else "heads"
         active = sum(budget.active for budget in budgets.chosen)
         raise ValueError(
-            f"{guide} is {active} {parts}, and the model runs {active}: give a smaller share"
+            f"{guide}: that is {active} {parts}, and the model runs {active}: give a smaller share"
         )
     return budgets
 
