@@ -119,21 +119,6 @@ def test_the_models_are_those_of_the_registry(reference):
     ]
 
 
-def test_the_messages_are_those_of_the_code():
-    page = (ROOT / "docs" / "reference" / "messages.md").read_text(encoding="utf-8")
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "moh_vision").rglob("*.py"))
-    code = re.sub(r'"\s*\n\s*f?"', "", code)  # one text over several lines
-    messages = re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE)
-    assert len(messages) > 20
-    parts = [
-        part.strip()
-        for message in messages
-        for part in message.split("...")
-        if len(part.strip()) > 3
-    ]
-    assert [part for part in parts if part not in code] == []
-
-
 def test_keys_that_a_resumed_run_may_change_are_listed():
     page = (ROOT / "docs" / "guides" / "scale.md").read_text(encoding="utf-8")
     listed = page.split("Accepted keys:")[1].split(";")[0]

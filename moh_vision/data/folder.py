@@ -237,7 +237,7 @@ class ImageFolder(ImageSource):
         in_val = (hashes < share) & ~np.isin(hashes, highest[kept])  # [N]
         if not in_val.any():
             raise ValueError(
-                f"{self.folder}: none of its {len(self)} images falls into the share {val_fraction:g} for validation; "
+                f"{self.folder}: none of its {len(self)} images falls into val_fraction {val_fraction:g} for validation; "
                 "give a larger one, or put the images into train and val"
             )
         parts = {"train": self.subset(~in_val), "val": self.subset(in_val)}

@@ -186,7 +186,7 @@ def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
     """
     word, _, share = guide.partition(":")
     if word != "heads":
-        raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
+        raise ValueError(f'{guide!r}: expected a model, or "heads:SHARE" such as "heads:0.5"')
     budgets = budgets_at(model, share)
     running_now = model_budgets(model)
     fewer = False
@@ -199,13 +199,13 @@ def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
         fewer = fewer or weak < strong
         if weak > strong:
             raise ValueError(
-                f"that is {weak} {part}, and the model runs {strong}: give a smaller share"
+                f"{guide}: that is {weak} {part}, and the model runs {strong}: give a smaller share"
             )
     if not fewer:
         parts = "groups" if budgets.chosen is budgets.groups else "heads"
         active = sum(budget.active for budget in budgets.chosen)
         raise ValueError(
-            f"that is {active} {parts}, and the model runs {active}: give a smaller share"
+            f"{guide}: that is {active} {parts}, and the model runs {active}: give a smaller share"
         )
     return budgets
 

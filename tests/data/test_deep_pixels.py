@@ -81,19 +81,20 @@ def test_a_dark_picture_as_png_asks_stays_dark():
 
 
 REFUSED = {
-    "float": (floats(RAMP), None, "range is not known; give value_range"),
-    "colour": (png16(np.stack([SENSOR] * 3, -1)), (0, 4095), "value_range cannot be applied"),
-    "nan": (floats(np.where(RAMP > 9, np.nan, 1)), (0, 1), "not a number"),
+    "float": (floats(RAMP), None, "floating-point value_range 8"),
+    "colour": (png16(np.stack([SENSOR] * 3, -1)), (0, 4095), "16 value_range 8"),
+    "nan": (floats(np.where(RAMP > 9, np.nan, 1)), (0, 1), "NaN"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_range_is_refused(name):
-    data, value_range, words = REFUSED[name]
+    data, value_range, facts = REFUSED[name]
     decoding = Decoding(value_range=value_range)
-    refuse(f"^some/{name}: .*{words}", decode_image, data, f"some/{name}", decoding, error=UnreadableImage)  # fmt: skip
+    file = f"some/{name}"
+    refuse(f"{file} {facts}", decode_image, data, file, decoding, error=UnreadableImage)
 
 
 def test_a_range_has_the_smaller_number_first():
-    refuse("^data.value_range 5 5: ", Decoding, value_range=(5, 5))
-    refuse("^--value-range 7 inf: ", Decoding, value_range=(7, float("inf")), prefix="--")
+    refuse("data.value_range 5 smaller", Decoding, value_range=(5, 5))
+    refuse("--value-range 7 inf smaller", Decoding, value_range=(7, float("inf")), prefix="--")

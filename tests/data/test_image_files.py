@@ -12,6 +12,7 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.evaluation.fidelity.images import open_images, open_set
 from moh_vision.models.weights import create
 from tests.support.pictures import convert, encoded, gradient
+from tests.support.refusals import refuse
 from tests.support.tiny_vae import save_tiny_vae
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_classes=2)
@@ -114,8 +115,8 @@ def test_a_class_called_train_is_no_split(tmp_path):
         gradient(8, 8).save(folder / "0.png")
     root = str(tmp_path / "data")
     for split in ("train", "val"):
-        with pytest.raises(NoSplit, match="if its folders are classes, put them into"):
-            open_source(root, split)
+        facts = f"data.root {root} folder {split} classes shards --in {root} --val-fraction"
+        refuse(facts, open_source, root, split, error=NoSplit)
     assert open_set("REFERENCE", root, None, "train") == root
     assert open_images(root, "reference").count == 2
     # A folder without images beside `train` is no class, so `train` is taken for the split.
@@ -132,12 +133,11 @@ def test_training_reads_a_folder_in_no_split_as_a_whole(tmp_path, names):
         gradient(8, 8).save(tmp_path / name)
     images = open_set("REFERENCE", str(tmp_path), "train", "val")
     assert (images.count, images.name) == (2, f"{tmp_path}, train split")
-    with pytest.raises(ValueError, match="is no data set, so a split .val. has no effect"):
-        open_set("REFERENCE", str(tmp_path), "val", "val")
+    facts = f"REFERENCE {tmp_path} split val data set"
+    refuse(facts, open_set, "REFERENCE", str(tmp_path), "val", "val")
 
 
 def test_both_names_of_the_validation_split_are_refused(root, tmp_path):
     for name in ("train", "val", "validation"):
         odd_folder(tmp_path / name)
-    with pytest.raises(ValueError, match="both val and validation are there; move one away"):
-        open_source(str(tmp_path), "val")
+    refuse(f"{tmp_path} both val validation", open_source, str(tmp_path), "val")

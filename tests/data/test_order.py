@@ -5,6 +5,7 @@ import pytest
 
 from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.order import PositionSampler, epoch_order, rank_slice
+from tests.support.refusals import refuse
 
 
 def batches(**kwargs):
@@ -47,12 +48,8 @@ def test_ranks_and_accumulation_share_the_same_steps(world, accumulation):
 
 
 def test_indivisible_batch_is_refused():
-    with pytest.raises(
-        ValueError, match="batch_size 8 is not a multiple of accumulation 3 x processes 1"
-    ):
-        batches(accumulation=3)
-    with pytest.raises(ValueError, match="no training samples"):
-        batches(shard_sizes=[])
+    refuse("optim.batch_size 8 accumulation 3 processes 1", batches, accumulation=3)
+    refuse("shard_sizes no training samples 1", batches, shard_sizes=[])
 
 
 def test_evaluation_sees_each_sample_once():

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -29,7 +30,7 @@ from moh_vision.diffusion import train as dit
 from moh_vision.engine import command_line
 from tests.support.pictures import convert, encoded, write_folder
 from tests.support.processes import on_two_ranks
-from tests.support.refusals import one_line, refused
+from tests.support.refusals import assert_says, one_line, refused
 from tests.support.shards import append, write_shards
 from tests.support.small_runs import logged
 
@@ -135,7 +136,7 @@ def test_reading_from_a_server_that_stays_away_ends_after_a_while(shards, capfd)
     with served(shards) as (url, _):
         pass
     began = time.monotonic()
-    with one_line(f"^{url}/a.tar: .*Connection refused, and so for 0.6 s$", UnreadableImage):
+    with one_line(f"{url}/a.tar refused 0.6", UnreadableImage):
         StreamedFile(f"{url}/a.tar", 0.6).read(10)
     assert 0.6 < time.monotonic() - began < 5
     assert capfd.readouterr().err.count("\n") == 1
@@ -143,10 +144,10 @@ def test_reading_from_a_server_that_stays_away_ends_after_a_while(shards, capfd)
 
 def test_a_missing_file_is_refused_without_trying_again(shards):
     with served(shards) as (url, requests):
-        with one_line(f"^{url}/a.tar: HTTP Error 404: Not Found$", UnreadableImage):
+        with one_line(f"{url}/a.tar HTTP 404", UnreadableImage):
             StreamedFile(f"{url}/a.tar", 600).read(10)
     assert len(requests) == 1
-    with one_line("^/no/where.tar: No such file or directory$", UnreadableImage):
+    with one_line("/no/where.tar file", UnreadableImage):
         StreamedFile("/no/where.tar", 600).read(10)
 
 
@@ -260,9 +261,9 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
     assert len(list(batches_of(source_of(paths(folder), 23), 0, bad, steps=15))) == 30
     assert len(bad.seen) == 4
     assert all(name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen)
-    words = r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images; 0.044 allows"
-    with one_line(words):
+    with one_line(f"{paths(folder)[0]} 1 data.max_bad_fraction 0 23 0.044") as refusal:
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
+    assert re.search(r"\bx[0-3]\b", str(refusal.value))  # the first that is met
 
 
 @pytest.mark.parametrize("where", ["within a file", "between two", "a header", "compressed"])
@@ -281,7 +282,7 @@ def test_damaged_shards_are_refused(shards, where):
     path.write_bytes(cut[where])
     with served(shards) as (url, _):
         for address in (str(path), f"{url}/{path.name}"):
-            with one_line(f"^{address}: ", UnreadableImage):
+            with one_line(address, UnreadableImage):
                 arriving(source_of([address]), 100)
 
 
@@ -358,32 +359,31 @@ def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
         return refused(capsys, script.main, *argv)
 
     root = ["--data.root", shards]
-    assert "data.samples is needed: how many images an epoch has" in said(*root)
-    assert "data.root digits: no file classes.txt in it" in said()
+    assert_says(said(*root), f"data.samples images epoch {shards}/train.shards.json")
+    assert_says(said(), "data.root digits classes.txt data.exact_order false data.stream")
     there = [*root, "--data.samples", 46]
-    assert "neither val-*.tar shards" in said(*there)
-    assert "/no/train-0.tar: No such file" in said(*there, "--data.stream", "/no/train-{0..9}.tar")
+    assert_says(said(*there), f"data.root {shards} val-*.tar folder val")
+    assert_says(said(*there, "--data.stream", "/no/train-{0..9}.tar"), "/no/train-0.tar file")
     with served(shards) as (url, _):
-        assert f"{url}/a-0.tar: HTTP Error 404" in said(
-            *there, "--data.stream", url + "/a-{0..9}.tar"
-        )
-    assert "refused" in said(*there, "--data.stream", url + "/a.tar")
-    assert "pipe:false: exit code 1" in said(*there, "--data.stream", "pipe:false")
-    assert "environment variable WDS_NAME, which is not set" in said(
-        *there, "--data.stream", "http://${HOST}/a.tar"
-    )
-    assert "s3: is not read; pipe:COMMAND reads what a command writes" in said(
-        *there, "--data.stream", "s3://a/b.tar"
-    )
+        missing = said(*there, "--data.stream", url + "/a-{0..9}.tar")
+        assert_says(missing, f"{url}/a-0.tar HTTP 404")
+    assert_says(said(*there, "--data.stream", url + "/a.tar"), f"{url}/a.tar refused")
+    assert_says(said(*there, "--data.stream", "pipe:false"), "pipe:false exit 1")
+    for address, facts in (
+        ("http://${HOST}/a.tar", "${NAME} environment WDS_NAME"),
+        ("s3://a/b.tar", "s3: pipe:COMMAND"),
+    ):
+        error = said(*there, "--data.stream", address)
+        assert_says(error, f"data.stream {address} {facts}")
     for pipe in ("pipe", "/a.tar::PIPE"):
-        (tmp_path / "of_a_stranger.yaml").write_text(
-            f"data: {{stream: '{pipe}:touch {tmp_path}/canary'}}\n"
-        )
+        url = f"{pipe}:touch {tmp_path}/canary"
+        (tmp_path / "of_a_stranger.yaml").write_text(f"data: {{stream: '{url}'}}\n")
         config = ["--config", tmp_path / "of_a_stranger.yaml"]
-        assert "runs a command; give it on the command line" in said(*there, *config)
+        assert_says(said(*there, *config), f"data.stream {url} command line configuration")
     assert not (tmp_path / "canary").exists() and not (tmp_path / "run").exists()
     (shards / "train.meta.json").write_text("{}")
-    assert "latents, which data.exact_order false does not read" in said(*there, name="dit")
+    latents = said(*there, name="dit")
+    assert_says(latents, f"data.root {shards} latents data.exact_order false")
 
 
 @pytest.mark.parametrize(
@@ -418,9 +418,7 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     assert len(opened()) == 12
     assert len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
     shutil.copy(first, folder / "others.tar")
-    with one_line(
-        f"data.samples is needed: .*; no record {folder}/train.shards.json has all these shards"
-    ):
+    with one_line(f"data.samples images epoch {folder}/train.shards.json"):
         opened("--data.stream", f"{first}::{folder}/others.tar")
     # The shard now differs from its record, but --data.samples gives the count, so the record is not used.
     shutil.copy(third, first)
@@ -465,15 +463,15 @@ def test_both_orders_read_the_same_members(tmp_path):
 def test_two_images_of_one_sample_are_refused_in_both_orders(tmp_path):
     file = tmp_path / "train-000000.tar"
     (tmp_path / "classes.txt").write_text("ant\nbee\n")
-    for names, said in (
-        ("a.png a.bmp a.cls", "png, bmp"),
-        ("a.rgb.png a.seg.png a.cls", "rgb.png, seg.png"),
+    for names, both in (
+        ("a.png a.bmp a.cls", "png bmp"),
+        ("a.rgb.png a.seg.png a.cls", "rgb.png seg.png"),
     ):
         write_tar(file, names.split())
-        words = rf"a has 2 images \({said}\)"
-        with one_line(f"sample {words}"):
+        facts = f"{file} a 2 images {both}"
+        with one_line(facts):
             open_source(str(tmp_path), "train")
-        with one_line(words, UnreadableImage):
+        with one_line(facts, UnreadableImage):
             source_of([str(file)], 1).check()
 
 

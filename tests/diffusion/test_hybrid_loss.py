@@ -147,7 +147,7 @@ def test_the_loss_is_computed_in_float32_or_better(dtype):
 
 
 def test_timesteps_are_integers():
-    refuse("timesteps are torch.float32; expected integers from 0 to 999", batch, torch.rand(2))
+    refuse("timesteps torch.float32 integers 0 999", batch, torch.rand(2))
 
 
 @pytest.mark.parametrize("channels", [6, 3], ids=["learned variance", "fixed variance"])

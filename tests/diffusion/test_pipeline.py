@@ -124,8 +124,8 @@ def test_latents_begin_the_loop():
         assert torch.equal(draw(pipe, [1, 2], 7, 8, latents=noise), draw(pipe, [1, 2], 5, 6))
     assert pipe.scheduler.init_noise_sigma > 10
     for other in (noise[:1], noise.long(), noise.tolist()):
-        words = r"latents are .*: expected floating-point numbers \[2, 3, 4, 4\]"
-        refuse(words, draw, pipe, [1, 2], 7, 8, latents=other)
+        facts = f"latents {getattr(other, 'dtype', 'list')} floating-point [2, 3, 4, 4]"
+        refuse(facts, draw, pipe, [1, 2], 7, 8, latents=other)
 
 
 def test_one_generator_gives_image_i_its_own_noise():
@@ -227,140 +227,130 @@ def test_half_precision_runs_the_loop_in_float32():
 
 
 MISTAKES = [
+    pytest.param([8], {}, "class_labels [8] 0 7", id="class 8"),
+    pytest.param([-1], {}, "class_labels [-1] 0 7", id="class -1"),
+    pytest.param([], {}, "class_labels [] numbers names", id="no labels"),
+    pytest.param([0.5], {}, "class_labels [0.5] numbers names", id="class 0.5"),
     pytest.param(
-        [8], {}, r"class_labels \[8\] are out of range: 0 to 7, where 7 is no class", id="class 8"
+        [7], {}, "class_labels 7 guidance_scale 4 guidance_scale=1", id="guided without a class"
     ),
-    pytest.param([-1], {}, r"class_labels \[-1\] are out of range", id="class -1"),
-    pytest.param([], {}, r"class_labels \[\]: expected whole numbers", id="no labels"),
-    pytest.param([0.5], {}, r"class_labels \[0.5\]: expected whole numbers", id="class 0.5"),
-    pytest.param([7], {}, "class_labels 7 means no class", id="guided without a class"),
     pytest.param(
-        [0],
-        dict(output_type="jpg"),
-        "output_type 'jpg' is not one of pil, np, pt, latent",
-        id="output type",
+        [0], dict(output_type="jpg"), "output_type 'jpg' pil np pt latent", id="output type"
     ),
     pytest.param(
         [0],
         dict(guide_channels="most"),
-        "guidance channels 'most' is out of range: at least 1, or \"all\"",
+        "guidance channels 'most' 1 all",
         id="guided channels",
     ),
-    pytest.param(
-        ["a"],
-        {},
-        r"class_labels \['a'\]: this pipeline has no class names, pass class numbers",
-        id="a name without names",
-    ),
+    pytest.param(["a"], {}, "class_labels ['a'] names numbers", id="a name without names"),
     pytest.param(
         [0],
         dict(guide="heads:0.5"),
-        "guide_scale 1 with guide: expected a weak model and a scale other than 1",
+        "guide_scale 1 with guide weak model scale",
         id="a weak model without a scale",
     ),
     pytest.param(
         [0],
         dict(guide_scale=2.0),
-        "guide_scale 2 without guide: expected a weak model",
+        "guide_scale 2 without guide weak model scale 1",
         id="a scale without a weak model",
     ),
     pytest.param(
         [0],
         dict(guide="half", guide_scale=2.0),
-        'guide: expected a model, or "heads:SHARE"',
+        "guide 'half' model heads:SHARE",
         id="a weak model of another form",
     ),
     pytest.param(
         [0],
         dict(guide="heads:0.75", guide_scale=2.0),
-        "guide: that is 6 heads, and the model runs 6: give a",
+        "guide heads:0.75 6 heads smaller",
         id="a weak model of as many heads",
     ),
     pytest.param(
         [0],
         dict(guide="heads:0.2", guide_scale=2.0),
-        "guide: head_budget '(ramp|uniform):0.2'.* the smallest share is",
+        "guide head_budget 4 of 8 smallest 0.5",
         id="a weak model of too few heads",
     ),
     pytest.param(
         [0],
         dict(guide=transformer(4), guide_scale=2.0),
-        "guide: its in_channels is 4, .* the model to guide is 3",
+        "guide in_channels 4 3",
         id="a weak model of other channels",
     ),
     pytest.param(
         [0],
         dict(guide=transformer(3, 9), guide_scale=2.0),
-        "guide: its num_classes is 9, .* is 7",
+        "guide num_classes 9 7",
         id="a weak model of other classes",
     ),
     pytest.param(
         [0],
         dict(guide=tiny_vae(2), guide_scale=2.0),
-        "guide: AutoencoderKL has no HeadMixtureAttention layer",
+        "guide AutoencoderKL HeadMixtureAttention moh_vision.convert",
         id="a weak model without heads",
     ),
     pytest.param(
         [0, 1],
         dict(generator=seeded(1)),
-        "generator lists 1 generators for 2 images",
+        "generator 1 2 images",
         id="one generator for two images",
     ),
     pytest.param(
         [0],
         dict(callback_on_step_end_tensor_inputs=["prompt"]),
-        "only 'latents' is known",
+        "callback_on_step_end_tensor_inputs ['prompt'] 'latents'",
         id="an input of the callback",
     ),
 ]
 
 
-@pytest.mark.parametrize("labels, more, words", MISTAKES)
-def test_mistakes(labels, more, words):
-    refuse(words, lambda: pipeline()(labels, **more))
+@pytest.mark.parametrize("labels, more, facts", MISTAKES)
+def test_mistakes(labels, more, facts):
+    refuse(facts, lambda: pipeline()(labels, **more))
 
 
-@pytest.mark.parametrize(
-    "part, words", [("transformer", "step 1 of 4: 2 of 2"), ("vae", "after decoding: 2 of 2")]
-)
-def test_images_that_are_not_finite_are_refused(part, words):
+@pytest.mark.parametrize("part, where", [("transformer", "step 1 of 4"), ("vae", "after decoding")])
+def test_images_that_are_not_finite_are_refused(part, where):
     pipe = pipeline(with_vae=True)
     torch.nn.init.constant_(list(getattr(pipe, part).parameters())[-1], float("nan"))
-    with pytest.raises(FloatingPointError, match=words):
-        draw(pipe, [1, 2], 5, 6)
+    facts = f"{where} 2 images NaN infinity"
+    refuse(facts, draw, pipe, [1, 2], 5, 6, error=FloatingPointError)
 
 
 def test_guidance_without_dropped_labels_is_refused():
     pipe = pipeline(label_drop=0.0)
-    refuse("label_drop 0: pass guidance_scale=1", draw, pipe, [0], 1)
+    refuse("guidance_scale 1.5 label_drop 0 guidance_scale=1", draw, pipe, [0], 1)
     draw(pipe, [7], 1, guidance_scale=1.0)  # no class, no guidance
 
 
 def test_parts_that_do_not_fit_are_refused():
     ddpm = DDPMScheduler()
-    words = "latents of 4 channels, the transformer works on 3"
-    refuse(words, MoHDiTPipeline, transformer(3), ddpm, tiny_vae(2))
-    words = "the transformer is a AutoencoderKL, expected a DiT of moh_vision"
-    refuse(words, MoHDiTPipeline, tiny_vae(2), ddpm)
-    for key in ("latents_mean", "latents_std"):  # training refuses one without the other too
+    refuse("VAE 4 channels transformer 3", MoHDiTPipeline, transformer(3), ddpm, tiny_vae(2))
+    facts = "transformer AutoencoderKL DiT moh_vision diffusers"
+    refuse(facts, MoHDiTPipeline, tiny_vae(2), ddpm)
+    # Training refuses one without the other too.
+    for key, missing in (("latents_mean", "latents_std"), ("latents_std", "latents_mean")):
         half = tiny_vae(2, **{key: [0.1] * 4})
-        words = "the VAE: latents_(mean|std): None, expected a list"
-        refuse(words, MoHDiTPipeline, transformer(4), ddpm, half)
+        refuse(f"VAE {missing} None list 4", MoHDiTPipeline, transformer(4), ddpm, half)
     plain = MoHDiTPipeline(
         transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False)
     )
-    refuse("4 channels are no image and there is no VAE", plain, [0])
-    refuse("needs a model with a learned variance", plain, [0], output_type="latent")
+    refuse("4 channels VAE output_type 'latent'", plain, [0])
+    facts = "scheduler variance_type learned_range learned variance"
+    refuse(facts, plain, [0], output_type="latent")
 
 
 def test_a_vae_of_another_downsampling_is_refused(tmp_path):
     """Its channels fit, its images would be of another size: as a part that is replaced, now or in a saved pipeline."""
     pipe = pipeline(with_vae=True)
     pipe.save_pretrained(tmp_path)
-    words = "the VAE has 4 pixels to the side of a latent, the transformer was trained with 2"
-    refuse(words, MoHDiTPipeline.from_pretrained, tmp_path, vae=coarse_vae())
+    facts = "VAE 4 pixels transformer 2"
+    refuse(facts, MoHDiTPipeline.from_pretrained, tmp_path, vae=coarse_vae())
     pipe.vae = coarse_vae()
-    refuse(words, draw, pipe, [0], 1)
+    refuse(facts, draw, pipe, [0], 1)
     pipe.vae = tiny_vae(3)
     assert draw(pipe, [0], 1).shape == (1, 3, 8, 8)
 
@@ -371,7 +361,7 @@ def test_class_names():
     assert pipe.get_label_ids("crane") == [1]
     assert pipe.get_label_ids(["1", "crane"]) == [1, 1]
     for labels in ("crain", ["crain", 0]):
-        refuse("class_labels crain: no such class; there are 7, such as crane", pipe, labels)
+        refuse("class_labels crain 7 crane 0 6", pipe, labels)
     assert torch.equal(draw(pipe, ["crane", "tench, Tinca tinca"], 1, 2), draw(pipe, [1, 0], 1, 2))
     assert torch.equal(draw(pipe, ["crane", 0, "crane"], 1, 2, 3), draw(pipe, [1, 0, 1], 1, 2, 3))
     every_channel = draw(pipe, "crane", 1, guide_channels="all")

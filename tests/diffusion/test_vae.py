@@ -108,49 +108,50 @@ def encode_four_channels(folder):
 
 
 @pytest.mark.parametrize(
-    "spoil, words",
+    "spoil, expected, facts",
     [
-        pytest.param(shutil.rmtree, "vae {0}: no such folder", id="no folder"),
+        pytest.param(shutil.rmtree, FileNotFoundError, "vae {0} folder", id="no folder"),
         pytest.param(
-            remove_config,
-            "vae {0}: no config.json in the folder, nor in its subfolder",
-            id="no configuration",
+            remove_config, FileNotFoundError, "vae {0} config.json", id="no configuration"
         ),
-        pytest.param(
-            tear_config,
-            "{0}/config.json: not a configuration that can be",
-            id="a torn configuration",
-        ),
+        pytest.param(tear_config, ValueError, "{0}/config.json", id="a torn configuration"),
         pytest.param(
             changed_config(_class_name="UNet2DModel"),
-            "vae {0}: holds a UNet2DModel, needed is an AutoencoderKL",
+            ValueError,
+            "vae {0} UNet2DModel AutoencoderKL AutoencoderKLFlux2 AutoencoderDC AutoencoderRAE",
             id="another model",
         ),
-        pytest.param(remove_weights, f"vae {{0}}: .*no file named {WEIGHTS}", id="no weights"),
-        pytest.param(pickle_weights, f"vae {{0}}: .*no file named {WEIGHTS}", id="pickled weights"),
-        pytest.param(truncate_weights, "vae {0}: Unable to load weights", id="torn weights"),
+        pytest.param(remove_weights, ValueError, f"vae {{0}} {WEIGHTS}", id="no weights"),
+        pytest.param(pickle_weights, ValueError, f"vae {{0}} {WEIGHTS}", id="pickled weights"),
+        pytest.param(truncate_weights, ValueError, f"vae {{0}} {{0}}/{WEIGHTS}", id="torn weights"),
         pytest.param(
-            changed_config(latent_channels=8), "vae {0}: .*(shape|lack)", id="more latent channels"
+            changed_config(latent_channels=8),
+            ValueError,
+            "vae {0} decoder.conv_in.weight 8 4",
+            id="more latent channels",
         ),
         pytest.param(
             changed_config(latents_mean=[0.0] * 4),
-            "vae {0}: latents_std: None, expected a list with one for each of 4 channels",
+            ValueError,
+            "vae {0} latents_std None 4",
             id="means without deviations",
         ),
         pytest.param(
             changed_config(layers_per_block=2),
-            "vae {0}: its weights lack [0-9]+ tensors of the model, the first ",
+            ValueError,
+            "vae {0} lack 32 decoder.up_blocks.0.resnets.2.conv1.bias",
             id="more layers",
         ),
-        pytest.param(encode_four_channels, "vae {0}: encodes 4 channels", id="four channels"),
+        pytest.param(
+            encode_four_channels, ValueError, "vae {0} 4 channels 3 1 grey", id="four channels"
+        ),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, spoil, words):
+def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, spoil, expected, facts):
     folder = shutil.copytree(saved, tmp_path / "vae")
     spoil(folder)
     capfd.readouterr()
-    expected = (ValueError, FileNotFoundError)
-    refuse(words.format(folder), load_vae, str(folder), error=expected)
+    refuse(facts.format(folder), load_vae, str(folder), error=expected)
     assert capfd.readouterr().err == ""
 
 

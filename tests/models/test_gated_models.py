@@ -16,7 +16,7 @@ from moh_vision.models.describe import describe, in_short
 from tests.support import text_tiny
 from tests.support.families import FAMILIES, awake
 from tests.support.official_dit import diffusers_dit
-from tests.support.refusals import refuse, refused
+from tests.support.refusals import assert_says, refuse, refused
 
 # Name -> family of `FAMILIES`, and options of the model.
 MODELS = {
@@ -173,22 +173,25 @@ def text(**options):
     return text_tiny.tiny("mlm_base", {"router": "gated", **options})
 
 
-# Name -> call that gives a head_budget, and the words of the refusal.
+# Name -> call that gives a head_budget, and facts of the refusal.
 BUDGETS = {
-    "vit": (lambda: vit(head_budget=0.5), "router 'gated' runs all 6 heads, the budget only"),
-    "dit": (lambda: dit(head_budget=0.5), "router 'gated' runs all 4 heads, the budget only"),
-    "text": (lambda: text(head_budget=0.5), "router 'gated' has no 'head_budget'"),
+    "vit": (lambda: vit(head_budget=0.5), "router 'gated' 6 heads 2 head_budget"),
+    "dit": (lambda: dit(head_budget=0.5), "router 'gated' 4 heads 1 head_budget"),
+    "text": (
+        lambda: text(head_budget=0.5),
+        "attention router 'gated' 'head_budget' bias executor",
+    ),
     "set_head_budget": (
         lambda: moh_vision.set_head_budget(vit(), 0.5),
-        "the model has no routed heads",
+        "head_budget 'ramp:0.5' no routed heads moh_vision.convert",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BUDGETS)
 def test_a_head_budget_is_refused(case):
-    call, words = BUDGETS[case]
-    refuse(words, call)
+    call, facts = BUDGETS[case]
+    refuse(facts, call)
 
 
 def test_it_is_described():
@@ -223,6 +226,5 @@ def test_a_run_is_a_pretrained_source_with_its_gates(router, tmp_path, capsys):
         ):  # MAE's gates have a learning rate of their own
             torch.testing.assert_close(weights[name], before, rtol=1e-4, atol=1e-6)
     on += ["--model.convert.router", "moh", "--output", f"{tmp_path}/third"]
-    assert "has routed heads or groups already; leave it out" in refused(
-        capsys, train_cls.main, *on
-    )
+    facts = f"model.convert model.pretrained {tmp_path}/first routed already"
+    assert_says(refused(capsys, train_cls.main, *on), facts)

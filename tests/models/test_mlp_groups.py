@@ -179,7 +179,7 @@ def test_one_routed_group_is_told(caplog):
 def test_a_wrong_budget_of_groups_leaves_the_heads_as_they_were():
     model = dit(head_budget=0.75, mlp_budget=0.75)
     before = saved_budget(model)
-    refuse("mlp_budget 2 is not understood", moh_vision.set_head_budget, model, 1.0, mlp=2)
+    refuse("mlp_budget 2 0 1 'ramp:0.75' groups", moh_vision.set_head_budget, model, 1.0, mlp=2)
     assert saved_budget(model) == before
 
 
@@ -250,26 +250,32 @@ def test_weights_whose_shared_groups_are_too_many_for_the_budget(family):
     """The refusal counts groups, under the name of their budget."""
     trained = MAKERS[family](head_budget=0.5, mlp_budget=[(6, 1)] * 3)
     model = MAKERS[family](head_budget=0.5, mlp_budget="uniform:0.25")
-    words = "mlp_budget 'uniform:0.25': layer 0 would run 2 of 8 groups, but 6 are shared"
-    refuse(words, take_shared_heads, model, trained.state_dict())
+    facts = "mlp_budget 'uniform:0.25' layer 0 2 of 8 groups 6 shared smallest 0.875"
+    refuse(facts, take_shared_heads, model, trained.state_dict())
 
 
 REFUSED = {
-    "per token": (dict(scope="token", mlp_budget=0.5), "mlp_budget 0.5 needs scope 'sample'"),
-    "a share that is none": (dict(mlp_budget=1.5), "mlp_budget 1.5 is not understood"),
-    "pairs of another depth": (dict(mlp_budget=[(1, 1)]), "mlp_budget lists 1 layers, the model"),
-    "too many groups": (dict(mlp_budget=[(1, 9)] * 3), "mlp_budget, layer 0: .* of only 8 groups"),
+    "per token": (
+        dict(scope="token", mlp_budget=0.5),
+        "mlp_budget 0.5 scope 'sample' 'token'",
+    ),
+    "a share that is none": (dict(mlp_budget=1.5), "mlp_budget 1.5 0 1 'ramp:0.75'"),
+    "pairs of another depth": (dict(mlp_budget=[(1, 1)]), "mlp_budget 1 layers 3"),
+    "too many groups": (
+        dict(mlp_budget=[(1, 9)] * 3),
+        "mlp_budget layer 0 shared=1 routed=9 8 groups",
+    ),
     "no group": (
         dict(mlp_budget="uniform:0.01"),
-        "layer 0 with 8 groups would run 0 of them, at least 1 must run",
+        "mlp_budget 'uniform:0.01' layer 0 8 groups 1 smallest 0.125",
     ),
     "no shape": (
         dict(mlp_budget=0.5, mlp_budget_shape="steep"),
-        "mlp_budget_shape 'steep': expected ramp or uniform",
+        "mlp_budget_shape 'steep' ramp uniform",
     ),
     "groups that do not divide": (
         dict(mlp_budget=0.5, mlp_groups=7),
-        "mlp_groups 7 is no whole number that divides the hidden width",
+        "mlp_groups 7 divides width 192",
     ),
 }
 
@@ -277,8 +283,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("family", MAKERS)
 def test_what_makes_no_model(family, case):
-    options, words = REFUSED[case]
-    refuse(words, MAKERS[family], **{"head_budget": 0.5, **options})
+    options, facts = REFUSED[case]
+    refuse(facts, MAKERS[family], **{"head_budget": 0.5, **options})
 
 
 def test_what_cannot_be_converted():
@@ -286,12 +292,13 @@ def test_what_cannot_be_converted():
         "vit_base_patch14_dinov2", mlp_layer=timm.layers.SwiGLUPacked, **SMALL
     )
     before = [type(block.mlp) for block in swiglu.blocks]
-    words = "blocks.0.mlp is a GluMlp, not two linear layers"
-    refuse(words, moh_vision.convert, swiglu, scope="sample", mlp_budget=0.5)
+    facts = "mlp_budget blocks.0.mlp GluMlp linear"
+    refuse(facts, moh_vision.convert, swiglu, scope="sample", mlp_budget=0.5)
     assert [type(block.mlp) for block in swiglu.blocks] == before
-    refuse("needs scope 'sample'", moh_vision.convert, dense(VIT), mlp_budget=0.5)
+    facts = "mlp_budget 0.5 scope 'sample' 'token'"
+    refuse(facts, moh_vision.convert, dense(VIT), mlp_budget=0.5)
     routed = dit(mlp_budget=0.5, router="dense")
-    words = "the model has routed MLPs already"
-    refuse(words, moh_vision.convert, routed, scope="sample", mlp_budget=0.5)
-    words = "the MLPs of MoHDiTTransformer2DModel are dense; make it with mlp_budget"
-    refuse(words, moh_vision.set_head_budget, dit(head_budget=0.5), mlp=0.5)
+    facts = "routed MLPs already set_head_budget(model, mlp"
+    refuse(facts, moh_vision.convert, routed, scope="sample", mlp_budget=0.5)
+    facts = "mlp_budget 0.5 MLPs MoHDiTTransformer2DModel dense moh_vision.convert"
+    refuse(facts, moh_vision.set_head_budget, dit(head_budget=0.5), mlp=0.5)

@@ -164,8 +164,8 @@ def test_other_sizes(size):
         other = small(dynamic_img_size=dynamic).eval()
         other.load_state_dict(model.state_dict())
         if not dynamic:
-            with pytest.raises(AssertionError, match="set_input_size, dynamic_img_size"):
-                other(x)
+            facts = "img_size set_input_size dynamic_img_size"
+            refuse(facts, other, x, error=AssertionError)
             other.set_input_size(size)
         assert torch.equal(other(x), want)
 
@@ -284,18 +284,15 @@ def test_routers_and_temperatures_in_the_recipe():
 IMPOSSIBLE = {
     "more heads than there are": (
         dict(head_budget=[[2, 0], [0, 5], [1, 2], [4, 2]]),
-        "head_budget, layer 1: shared=0 . routed=5 = 5 of only 4",
+        "head_budget layer 1 shared=0 routed=5 4 heads",
     ),
-    "three stages": (dict(num_heads=(2, 4, 4)), "num_heads .* must have 4 entries"),
-    "an odd width": (
-        dict(num_heads=(2, 4, 4, 7)),
-        "stage 3: embed_dim 48 is not a multiple of num_heads 7",
-    ),
-    "global_pool": (dict(global_pool="max"), "global_pool 'max' is not one of"),
-    "img_size": (dict(img_size=0), "img_size 0 must be at least 1"),
+    "three stages": (dict(num_heads=(2, 4, 4)), "num_heads (2, 4, 4) 4 stage"),
+    "an odd width": (dict(num_heads=(2, 4, 4, 7)), "stage 3 embed_dim 48 multiple num_heads 7"),
+    "global_pool": (dict(global_pool="max"), "global_pool 'max' 'avg' ''"),
+    "img_size": (dict(img_size=0), "img_size 0 1"),
 }
 
 
-@pytest.mark.parametrize("options, words", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_impossible_arguments(options, words):
-    refuse(words, small, **options)
+@pytest.mark.parametrize("options, facts", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_impossible_arguments(options, facts):
+    refuse(facts, small, **options)

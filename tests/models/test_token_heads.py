@@ -87,16 +87,15 @@ def test_token_heads_of_a_translation_model():
 
 
 def test_token_heads_refuses_what_it_cannot_see():
-    words = "has no HeadMixtureAttention layer"
-    refuse(words, token_heads, torch.nn.Linear(2, 2), torch.randn(1, 2))
+    facts = "Linear HeadMixtureAttention moh_vision.convert"
+    refuse(facts, token_heads, torch.nn.Linear(2, 2), torch.randn(1, 2))
     model, images = model_and_inputs("moh")
 
     def route_once_more(block, args):
         block.attn(args[0])
 
     model.blocks[0].register_forward_pre_hook(route_once_more)
-    words = r"blocks\.0\.attn routes 2 times in this call, expected once"
-    refuse(words, token_heads, model, *images)
+    refuse("blocks.0.attn 2 times once", token_heads, model, *images)
     assert not any(layer._forward_hooks for layer in attention_layers(model))
 
 

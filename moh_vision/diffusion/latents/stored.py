@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator
 from functools import lru_cache
 from io import FileIO
@@ -202,11 +203,12 @@ def _refuse_other_types(record: dict, shape: tuple) -> None:
     classes = record["classes"]
     if record["dtype"] not in DTYPES or record["shape"] != list(shape):
         raise ValueError(
-            f"dtype {record['dtype']}, shape {record['shape']} are not those of its VAE and size"
+            f"dtype {record['dtype']}, shape {record['shape']}; expected {' or '.join(DTYPES)}, and {list(shape)} of "
+            "its VAE and size"
         )
     if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
         raise ValueError("name and sha256 of its VAE are not texts")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
-        raise ValueError("classes are not a list of names")
+        raise ValueError(f"classes {reprlib.repr(classes)} are not a list of names")
     if not record["shards"]:
         raise ValueError("shards are an empty list")

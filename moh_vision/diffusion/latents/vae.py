@@ -255,7 +255,9 @@ def _load(name: str, local: bool, decodes: bool):
         raise ValueError(problem) from None
     finally:
         logging.set_verbosity(shown)
-    missing = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
+    mismatched = [key for key, *_ in loading["mismatched_keys"]]
+    # Both have no order of their own: sorted, so that a message names the same tensor each time.
+    missing = sorted([*loading["missing_keys"], *mismatched])
     if _is_rae(vae) and not decodes:
         vae.decoder = None
         missing = [key for key in missing if not key.startswith("decoder.")]

@@ -183,7 +183,7 @@ def statistics_of(
     moments = {name: parts[name].result() for name in ("pooled", "spatial") if name in parts}
     # A count is complete after `result`, which adds the features that are waiting.
     if "pooled" not in moments or parts["pooled"].count == 0:
-        raise ValueError(f"{title}: no images in {images.name}")
+        raise ValueError(f"{title}: 0 images in {images.name}; expected 1 or more")
     return Statistics(
         pooled=moments["pooled"],
         spatial=moments.get("spatial"),
