@@ -30,12 +30,11 @@ from tests.support.small_transnext import scramble, small
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
+def folder(monkeypatch, cache):
     """A cache folder of rows; measuring is on."""
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setattr(measurement_table, "cache_folder", lambda: tmp_path)
     measurement_table.use_table(None)
-    yield tmp_path / "measured"
+    yield cache / "measured"
     measurement_table.use_table(None)
 
 
