@@ -1,6 +1,8 @@
 import functools
 import gc
+import itertools
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,3 +149,111 @@ def training():
     torch.set_num_threads(1)
     yield SmallTraining()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    """An empty folder that is the user's cache. Operators that are built stay in this process."""
+    from moh_vision.attention.kernels import build
+
+    build.load()
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("MOH_VISION_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def new_process():
+    """new_process() forgets the path of operators and the measurement table that this process has settled on.
+
+    It is called at the beginning and at the end of the test too.
+    """
+    from moh_vision.attention import kernels
+    from moh_vision.attention.executors import measurement_table
+    from moh_vision.attention.kernels import build
+
+    def forget():
+        kernels.use(None)
+        build.find.cache_clear()
+        measurement_table.use_table(None)
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def skipping_takes(cache, monkeypatch):
+    """skipping_takes(ratio) lets every measured call take this share of the time of all heads; returns a list of the calls.
+
+    Measuring is on from the beginning of the test. Nothing is computed, so that the time for measuring is never used up.
+    """
+    from moh_vision.attention import measure, trial
+    from moh_vision.attention.executors import measurement_table
+
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    measurement_table.use_table(None)
+
+    def set_ratio(ratio):
+        measured = []
+
+        def judge(call, sizes, time_left):
+            measured.append(call)
+            taken = call.executor.__name__ if ratio <= trial.PAYS else "Masked"
+            return taken, ratio, 0.0
+
+        monkeypatch.setattr(measure, "judge", judge)
+        return measured
+
+    yield set_ratio
+    measurement_table.use_table(None)
+
+
+@pytest.fixture
+def long_drawing(monkeypatch):
+    """long_drawing() lets sample.py count as long what it draws, so that it measures first."""
+    from moh_vision.diffusion import sample
+
+    return functools.partial(monkeypatch.setattr, sample, "WORTH_MEASURING", 0)
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch):
+    """eager_graphs(**options) lets runs and sample.py capture with `EagerGraphs` of these options, on a CPU.
+
+    It returns a list of those that they make.
+    """
+    from moh_vision.diffusion import sample
+    from moh_vision.engine import step_graph
+    from tests.support.eager_graphs import EagerGraphs
+
+    def begin(**options):
+        made = []
+
+        def make():
+            made.append(EagerGraphs(**options))
+            return made[-1]
+
+        for module in (step_graph, sample):
+            monkeypatch.setattr(module, "CudaGraphs", make)
+        return made
+
+    return begin
+
+
+@pytest.fixture
+def hours_pass(monkeypatch):
+    """hours_pass() lets a minute pass between any two looks at the clock: progress is a line at each step."""
+
+    def begin():
+        minutes = itertools.count(60 * (1 + int(time.monotonic() / 60)), 60)
+        monkeypatch.setattr(time, "monotonic", lambda: next(minutes))
+
+    return begin
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """no_pauses() lets this process, and forks that it makes from then on, try again at once instead of waiting before."""
+    return functools.partial(monkeypatch.setattr, time, "sleep", lambda seconds: None)

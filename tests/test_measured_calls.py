@@ -6,7 +6,6 @@ heads, without a word. Here every call that could skip heads must have a row; th
 
 import pytest
 
-from moh_vision.attention import measure, trial
 from moh_vision.attention.executors import measurement_table
 from moh_vision.classification import validate
 from moh_vision.commands import budget_curve
@@ -58,20 +57,15 @@ TRAININGS = {
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch, forget_precision):
+def measured(monkeypatch, forget_precision, skipping_takes, long_drawing):
     """Measuring is on with a cache of its own, skipping is always faster, and every call is measured.
 
     Returns a list to which the words of every call without a row are appended, once a table with rows is in use.
     """
     forget_precision()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setattr(measurement_table, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
-    monkeypatch.setattr(trial, "compare", lambda *given: None)
-    monkeypatch.setattr(measure, "STEPS", 1000)
-    monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
-    measurement_table.use_table(None)
+    skipping_takes(0.5)
+    long_drawing()
     noted = []
     note = measurement_table.note_unmeasured
 
@@ -81,8 +75,7 @@ def measured(tmp_path, monkeypatch, forget_precision):
             noted.append(call)
 
     monkeypatch.setattr(measurement_table, "note_unmeasured", note_and_keep)
-    yield noted
-    measurement_table.use_table(None)
+    return noted
 
 
 def train(name, folder, *options):
@@ -246,7 +239,7 @@ def test_of_budget_curve(case, measured, tmp_path, monkeypatch, run_command):
         classifier = train("cls", tmp_path / "classifier", *HALF)
         more = (*more, "--extractor", classifier)
     run = train(name, tmp_path / "run", *options)
-    monkeypatch.setattr(measurement_table, "cache_folder", lambda: tmp_path / "empty")
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "empty"))
     measured.clear()
     figure = tmp_path / "curve.png"
     answer = run_command("budget-curve", run, "--shares", "0.5", "0.75", "--output", figure, *more)

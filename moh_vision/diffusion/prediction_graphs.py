@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.model_heads import model_budgets
-from moh_vision.attention.trial import check_same, seconds
+from moh_vision.attention.trial import check_same
 from moh_vision.common.errors import class_and_message
 from moh_vision.diffusion.sampling import predicted
 from moh_vision.engine.cuda_graphs import (
@@ -94,8 +94,8 @@ class PredictionGraphs:
         eager_times = []
         graph_times = []
         for _ in range(ROUNDS):
-            eager_times.append(seconds(lambda: predicted(model, **inputs)))
-            graph_times.append(seconds(lambda: graph(inputs)))
+            eager_times.append(self.graphs.time(lambda: predicted(model, **inputs)))
+            graph_times.append(self.graphs.time(lambda: graph(inputs)))
         eager = min(eager_times)
         replayed = min(graph_times)
         times = times_in_words(f"a prediction of {len(inputs['x'])} images", eager, replayed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from moh_vision.attention.trial import ROUGH, TOLERANCE
+from moh_vision.attention.trial import ROUGH, TOLERANCE, seconds
 from moh_vision.common.io import write_whole
 from moh_vision.engine.ranks import say
 
@@ -89,6 +89,10 @@ class CudaGraphs:
         if kernels_tried() != tried_before:
             raise RuntimeError("a Triton kernel was asked for that has not been tried yet")
         return graph.replay, results
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds that work takes on the device."""
+        return seconds(work)
 
     def release(self) -> None:
         """Give the memory of graphs back that nobody holds any more."""

@@ -337,25 +337,31 @@ def largest_on_gpu(loop, do: Callable[[int], None], present: int) -> str:
     return f"{fitting:,} samples, {failing:,} do not fit"
 
 
-def largest_by_growth(limit: int | None, do: Callable[[int], None], present: int) -> str:
+def largest_by_growth(
+    limit: int | None,
+    do: Callable[[int], None],
+    present: int,
+    peak: Callable[[], float] = peak_memory_mib,
+) -> str:
     """Return what fits by the memory that a process grows with each sample: it would not survive a failure.
 
     Args:
         limit: bytes of memory; None: unknown.
         do: does a step with a number of samples.
         present: samples of the micro-batches so far.
+        peak: returns the most memory that the process has had, in MiB.
     """
     if limit is None:
         return "not known on this device, whose memory cannot be read"
     room = limit / 2**20
-    before = peak_memory_mib()
+    before = peak()
     samples = present
     growth = 0.0
     # A doubled micro-batch adds less than the whole process has.
     while growth < ENOUGH_MIB and samples < MOST_SAMPLES and 2 * (before + growth) < room:
         samples *= 2
         do(samples)
-        growth = peak_memory_mib() - before
+        growth = peak() - before
     if growth < ENOUGH_MIB:
         # All of the process counts as if it were of samples: an upper bound of what one takes.
         least = samples + int((room - before - growth) / ((before + growth) / samples))

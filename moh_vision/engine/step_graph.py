@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from moh_vision.attention.measure import as_it_was
 from moh_vision.attention.routed_layer import RoutedLayer
-from moh_vision.attention.trial import check_same, own_random_numbers, seconds
+from moh_vision.attention.trial import check_same, own_random_numbers
 from moh_vision.common.errors import class_and_message
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.config import RunConfig
@@ -178,9 +178,9 @@ class GraphedPasses(EagerPasses):
             for index in range(ROUNDS):
                 inputs = self.seen[index % len(self.seen)]
                 self._clear_gradients()
-                eager_times.append(seconds(partial(super().__call__, task, inputs, 0)))
+                eager_times.append(self.graphs.time(partial(super().__call__, task, inputs, 0)))
                 self._clear_gradients()
-                graph_times.append(seconds(partial(self._replay, graph, inputs, 0)))
+                graph_times.append(self.graphs.time(partial(self._replay, graph, inputs, 0)))
         eager = min(eager_times)
         replayed = min(graph_times)
         times = times_in_words("a micro-batch", eager, replayed)

@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch, tmp_path):
+def fresh(monkeypatch, tmp_path, new_process):
     """A process that has asked for no path yet, an empty cache and one source file of a line."""
     for name in ("MOH_VISION_KERNELS", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -36,13 +36,10 @@ def fresh(monkeypatch, tmp_path):
     (tmp_path / "csrc" / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
     monkeypatch.setattr(building, "SOURCES", tmp_path / "csrc")
     monkeypatch.setattr(building, "_loaded", False)
-    monkeypatch.setattr(building, "_used", None)
     # The tiny libraries have no operators whose shapes and gradients could be registered.
     monkeypatch.setitem(
         sys.modules, "moh_vision.attention.kernels.library", types.ModuleType("library")
     )
-    # A cache of its own: what this process found for the tests of other files stays.
-    monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
 
 
 @needs_compiler
@@ -162,7 +159,7 @@ def test_the_variable_and_use(monkeypatch, caplog):
     assert kernels.path() == "cpp" and compiled(torch.zeros(1)) == 1
     kernels.use(None)
     assert kernels.path() == "torch"
-    building._find.cache_clear()  # as in a process that starts later
+    building.find.cache_clear()  # as in a process that starts later
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert kernels.path() == "torch"
@@ -190,7 +187,7 @@ def _what_is_loaded(queue):
     # By the file's name alone: the folder of a clone is called moh_vision too, and torchvision lies in its environment.
     names = [Path(library).name for library in torch.ops.loaded_libraries]
     loaded = [name for name in names if "moh_vision" in name]
-    queue.put((loaded, building._find.cache_info().misses))
+    queue.put((loaded, building.find.cache_info().misses))
 
 
 def test_importing_builds_and_loads_nothing():

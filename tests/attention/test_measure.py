@@ -17,7 +17,7 @@ from moh_vision.attention import (
     kernels,
     trial,
 )
-from moh_vision.attention.executors import Executor, Sequences, measurement_table
+from moh_vision.attention.executors import Executor, Sequences, measurement_table, reasons
 from moh_vision.attention.executors.measurement_table import MeasurementTable, Row
 from moh_vision.attention.executors.plan import say
 from moh_vision.attention.kernels import route as routing_kernels
@@ -30,12 +30,11 @@ from tests.support.small_transnext import scramble, small
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
+def folder(monkeypatch, cache):
     """A cache folder of rows; measuring is on."""
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setattr(measurement_table, "cache_folder", lambda: tmp_path)
     measurement_table.use_table(None)
-    yield tmp_path / "measured"
+    yield cache / "measured"
     measurement_table.use_table(None)
 
 
@@ -112,7 +111,7 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
 
 TOOK = {
     "cpp": "0.96 of the time of all heads",
-    "torch": "no compiled operator runs the call (attention runs",
+    "torch": f"{reasons.NO_OPERATOR} (attention runs",
 }
 
 
@@ -124,10 +123,10 @@ def test_the_table_names_every_executor_that_was_refused(path, takes, capsys):
     sizes = "4 sequences of 9 tokens, 2 of 4 heads run"
     assert training == f"training, {sizes}: all heads are computed"
     assert [re.split(r"  +", line.strip()) for line in of_training] == [
-        ["per sequence, C++", "needs heads that are chosen per sequence"],
-        ["per sequence, PyTorch", "needs heads that are chosen per sequence"],
-        ["attention alone", "no compiled operator runs the call (dropout)"],
-        ["per token, C++", "no compiled operator runs the call (dropout)"],
+        ["per sequence, C++", reasons.CHOSEN_PER_TOKEN],
+        ["per sequence, PyTorch", reasons.CHOSEN_PER_TOKEN],
+        ["attention alone", f"{reasons.NO_OPERATOR} (dropout)"],
+        ["per token, C++", f"{reasons.NO_OPERATOR} (dropout)"],
     ]
     assert inference == f"inference, {sizes}: all heads are computed"
     assert per_token.strip().startswith("per token, C++")

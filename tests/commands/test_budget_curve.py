@@ -132,10 +132,10 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
 
 
 @pytest.fixture
-def curve(run_command, monkeypatch):
+def curve(run_command, monkeypatch, hours_pass):
     """curve(*argv) runs the command and returns the lines of its figure, and what it printed."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+    hours_pass()
 
     def run(*argv):
         code, out, _ = run_command("budget-curve", *argv)

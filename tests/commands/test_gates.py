@@ -48,8 +48,8 @@ def runs(trained):
     return {name: trained("text", 4, *options) for name, options in options_of.items()}
 
 
-def test_the_command_repeats_what_the_runs_have_measured(runs, tmp_path, run_command, monkeypatch):
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+def test_the_command_repeats_what_the_runs_have_measured(runs, tmp_path, run_command, hours_pass):
+    hours_pass()
     output = tmp_path / "gates.svg"
     folders = [runs[name] for name in ("mae0", "dense", "mae1")]
     code, out, _ = run_command("gates", *folders, "--output", output)

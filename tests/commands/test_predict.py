@@ -107,7 +107,7 @@ def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_comma
     assert f"top-1 {results(run)['top1']:.2f} %" in capsys.readouterr().out
 
 
-def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
+def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, hours_pass):
     torch.manual_seed(0)
     sizes = dict(
         img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, in_chans=1, num_classes=10
@@ -123,7 +123,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
     shown = f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
     assert shown in run_command("predict", folder / "vit", image).out
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+    hours_pass()
     digits = Digits("val")
     predicted = [as_timm(vit, digits.image(i)).argmax().item() for i in range(len(digits))]
     top1 = 100 * np.mean(np.array(predicted) == digits.labels)

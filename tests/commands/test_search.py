@@ -297,9 +297,9 @@ def test_one_share_is_asked_for(tmp_path, capsys, given):
 
 
 def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
-    trained, tmp_path, run_command, monkeypatch
+    trained, tmp_path, run_command, hours_pass
 ):
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+    hours_pass()
     run = trained("dit", 2, "--model.router", "dense")
     argv = ["search", run, "--share", "0.8", "--images", "8", "--output"]
     outs = [run_command(*argv, tmp_path / f"{number}.yaml").out for number in (1, 2)]

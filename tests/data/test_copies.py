@@ -101,12 +101,10 @@ def test_few_images_are_read(tmp_path, monkeypatch):
     read = []
     read_of = train.read
     monkeypatch.setattr(train, "read", lambda index: read.append(index) or read_of(index))
-    monkeypatch.setattr(copies, "LOOKED_AT", 5)
-    assert copies.copies(train, val) == ([], 5)
+    assert copies.copies(train, val, look_at=5) == ([], 5)
     assert len(read) <= 60 and not any("large" in train.path(index) for index in read)
-    monkeypatch.setattr(copies, "MOST_READ", 3)
     read.clear()
-    copies.copies(train, val)
+    copies.copies(train, val, look_at=5, read=3)
     assert len(read) <= 3
 
 

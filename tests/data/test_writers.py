@@ -192,10 +192,10 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd
     assert writer.run(out, *writer.shards(2)) == 0
 
 
-def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
+def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, no_pauses):
     out = tmp_path / "out"
     out.mkdir()
-    monkeypatch.setattr(io, "PAUSE", 0)
+    no_pauses()
     with io.only_one(out, "--out", with_children=writer.command == "shards"):
         # The second run is a fork: a POSIX lock does not keep out the process that holds it.
         child = os.fork()

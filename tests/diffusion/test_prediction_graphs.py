@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moh_vision.attention import measure, trial
-from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, prediction_graphs, sample
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.prediction_graphs import ROUNDS, PredictionGraphs
 from tests.support.eager_graphs import EagerGraphs
@@ -92,10 +91,8 @@ def test_what_fails_ends_in_eager_predictions(stand_in, words, lines, capsys, tm
     assert json.loads((tmp_path / "cuda_graph.json").read_text())["taken"] is False
 
 
-def test_auto_leaves_a_slower_graph(monkeypatch, capsys):
-    times = iter([1.0, 2.0] * ROUNDS)
-    monkeypatch.setattr(prediction_graphs, "seconds", lambda work: next(times))
-    stand_in = EagerGraphs()
+def test_auto_leaves_a_slower_graph(capsys):
+    stand_in = EagerGraphs(times=[1.0, 2.0] * ROUNDS)
     assert torch.equal(images_of(PredictionGraphs("auto", stand_in)), images_of())
     assert "not taken, predictions run eagerly: 2000.0 ms a prediction of 6 images, 2.00 of" in (
         capsys.readouterr().out
@@ -112,20 +109,8 @@ def drawn(run, *more):
         return archive["arr_0"]
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Let sample.py capture with stand-ins, and list them."""
-    stand_ins = []
-
-    def make():
-        stand_ins.append(EagerGraphs())
-        return stand_ins[-1]
-
-    monkeypatch.setattr(sample, "CudaGraphs", make)
-    return stand_ins
-
-
-def test_sampling_goes_on_as_it_began(tmp_path, capsys, monkeypatch, made):
+def test_sampling_goes_on_as_it_began(tmp_path, capsys, monkeypatch, eager_graphs):
+    made = eager_graphs()
     run = run_of(tmp_path, 3, pixels=True)
     want = drawn(run)
     assert np.array_equal(drawn(run, "--cuda-graph", "on"), want)
@@ -157,9 +142,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_sampling_says_why_once(tmp_path, capsys, request, case):
+def test_sampling_says_why_once(tmp_path, capsys, eager_graphs, case):
     if case != "a CPU":
-        request.getfixturevalue("made")
+        eager_graphs()
     run = run_of(tmp_path, 3, pixels=True)
     more, reason = REASONS[case]
     drawn(run, "--cuda-graph", "auto", *[option.format(run=run) for option in more])
@@ -169,21 +154,14 @@ def test_sampling_says_why_once(tmp_path, capsys, request, case):
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_attention_is_measured_in_the_mode_that_runs(tmp_path, monkeypatch, taken):
+def test_attention_is_measured_in_the_mode_that_runs(
+    tmp_path, skipping_takes, long_drawing, eager_graphs, taken
+):
     """Once more, after the first batch, if the graph is not taken."""
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "STEPS", 1000)
-    monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
-    stand_in = EagerGraphs(room="" if taken else "there is no room")
-    monkeypatch.setattr(sample, "CudaGraphs", lambda: stand_in)
-    timed = []
-
-    def note(call, time_left):
-        timed.append(call.graphs is stand_in)
-        return 0.99, 0.0  # all heads are computed
-
-    monkeypatch.setattr(trial, "timed", note)
+    measured = skipping_takes(0.99)  # all heads are computed
+    long_drawing()
+    made = eager_graphs(room="" if taken else "there is no room")
     run = run_of(tmp_path, 3, pixels=True, heads=(0, 1), routing=dict(scope="sample"))
     drawn(run, "--cuda-graph", "on")
-    assert timed == ([True] if taken else [True, False])
+    in_graphs = [call.graphs is made[0] for call in measured]
+    assert in_graphs == ([True] if taken else [True, False])

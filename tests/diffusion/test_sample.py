@@ -1,7 +1,6 @@
 """sample.py on tiny runs that nobody trained: pixels, and latents with a VAE."""
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -13,9 +12,6 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from moh_vision import load_run
-from moh_vision.attention import trial
-from moh_vision.attention.executors import measurement_table
-from moh_vision.attention.kernels import build as building
 from moh_vision.common.io import only_one, sha256_of, write_tensors
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import latents_path
@@ -245,12 +241,12 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(whole, tmp_pat
     assert len(list(tmp_path.glob(".samples-*"))) == len(settings)
 
 
-def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monkeypatch, capsys):
+def test_images_that_began_on_operators_that_are_gone_are_refused(
+    tmp_path, monkeypatch, capsys, new_process
+):
+    """An interrupted command leaves its path and table in force."""
     run = run_of(tmp_path, 3)
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
-    monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
-    monkeypatch.setattr(building, "_used", None)  # an interrupted command leaves it as it is
-    monkeypatch.setattr(measurement_table, "_current", None)
     interrupted(run, "--out", tmp_path / "a.npz")
     (record,) = tmp_path.glob(".samples-*/attention.json")
     record.write_text(record.read_text().replace('"torch"', '"cpp"'))
@@ -262,16 +258,14 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     "heads, weak", [((0, 1), []), ((0, 2), "--guide heads:0.5 --guide-scale 1.5".split())]
 )
 def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(
-    tmp_path, monkeypatch, capsys, heads, weak
+    tmp_path, capsys, skipping_takes, long_drawing, heads, weak
 ):
     """Of the weak model's pass, too: where all heads of the model run, the only one that skips."""
     run = run_of(tmp_path, 3, heads=heads)
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    skipping_takes(2.0)  # all heads run
     short, _ = drawn(run, *weak)
     assert "attention measured" not in capsys.readouterr().out
-    monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
-    monkeypatch.setattr(trial, "timed", lambda call, left: (2.0, 0.0))  # all heads run
+    long_drawing()
     interrupted(run, *weak, "--overwrite", "--out", tmp_path / "drawn.npz")
     assert capsys.readouterr().out.count("attention measured in ") == 1
     (record,) = tmp_path.glob(".samples-*/attention.json")
@@ -304,14 +298,14 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path):
     assert load.of["model"].startswith("moh_dit")
 
 
-def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
+def test_the_same_command_twice_at_a_time_is_refused(tmp_path, capsys, no_pauses):
     """Or the first to end would remove the samples of the other."""
     run = run_of(tmp_path, 3)
     out = ["--out", tmp_path / "a.npz"]
     interrupted(run, *out)
     (folder,) = tmp_path.glob(".samples-*")
     other = hold(only_one, folder, "another")
-    monkeypatch.setattr("moh_vision.common.io.PAUSE", 0)
+    no_pauses()
     try:
         error = refused(capsys, run, *out)
     finally:
@@ -463,7 +457,7 @@ def test_grids_have_one_class_a_row(tmp_path, capsys):
         assert_says(refused(capsys, run, "--classes", *classes.split()), facts)
 
 
-def test_denoising(tmp_path, monkeypatch, capsys):
+def test_denoising(tmp_path, hours_pass, capsys):
     """A strip ends with the images and begins with noise; of latents too, in a GIF, and where the images are there already."""
     run = run_of(tmp_path, 3)
     more = "--num-images 12 --batch-size 10 --steps 20 --out".split() + [tmp_path / "drawn.npz"]
@@ -480,7 +474,7 @@ def test_denoising(tmp_path, monkeypatch, capsys):
         assert (last == enlarged(image)).all()
         assert np.abs(first.astype(int) - last).mean() > 10
     latent = run_of(tmp_path / "latent", 4, vae=recorded(vae_in(tmp_path / "vae")))
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+    hours_pass()
     call(latent, "--denoising", tmp_path / "b.gif", "--steps", "30")
     out = capsys.readouterr().out
     assert f"loading {latent}\n5 images, ddpm 30 steps" in out

@@ -1,7 +1,6 @@
 """A resumed run keeps the path of operators and the measurement table that it began with."""
 
 import contextlib
-import functools
 import json
 import os
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 
-from moh_vision.attention import measure, trial
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.executors.measurement_table import Row
 from moh_vision.attention.kernels import build as building
@@ -218,13 +216,13 @@ def test_all_processes_use_the_same_path_and_table(tmp_path):
 
 
 @pytest.fixture
-def train(monkeypatch):
+def train(monkeypatch, new_process):
     """Return train(folder, steps, kernels, ...), which trains as a new process would with this MOH_VISION_KERNELS."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def options(folder, steps, kernels, *more):
         monkeypatch.setenv("MOH_VISION_KERNELS", kernels)
-        monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
+        new_process()
         return arguments("dit", folder, steps, 1, *more)
 
     def run(folder, *args):
@@ -275,11 +273,10 @@ def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
     assert written(tmp_path / "run")["table"]["rows"]
 
 
-def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    # So many steps that every call may be measured, however busy the machine is.
-    monkeypatch.setattr(measure, "STEPS", 1000)
+def test_a_run_measures_before_its_first_step_and_never_again(
+    tmp_path, train, skipping_takes, cache, capsys
+):
+    skipping_takes(0.5)
     run = tmp_path / "run"
     whole = tmp_path / "whole"
     # All runs are in plain PyTorch: `Sequences` needs no operators.
@@ -292,7 +289,7 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
     assert training.call.startswith("Sequences training")
     assert inference.call.startswith("Sequences inference")
     assert training.batch == 8  # of the measurement
-    (cached,) = (tmp_path / "cache" / "measured").iterdir()
+    (cached,) = (cache / "measured").iterdir()
     assert json.loads(cached.read_text())["rows"] == record["table"]["rows"]
 
     measured = train(whole, 2, "off", *per_sample)  # from the cache
@@ -304,11 +301,8 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
     assert written(run) == record
 
 
-def test_elastic_budgets_are_measured_at_the_shares_that_run(tmp_path, train, monkeypatch):
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
-    monkeypatch.setattr(measure, "STEPS", 1000)
+def test_elastic_budgets_are_measured_at_the_shares_that_run(tmp_path, train, skipping_takes):
+    skipping_takes(0.5)
     elastic = ["--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]"]
     train(tmp_path / "run", 1, "off", *elastic)
     rows = [Row(*row) for row in written(tmp_path / "run")["table"]["rows"]]

@@ -11,8 +11,7 @@ import torch
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
-from moh_vision.attention import load_balance_loss, measure, trial
-from moh_vision.attention.executors.measurement_table import MeasurementTable
+from moh_vision.attention import load_balance_loss
 from moh_vision.classification import train as train_cls
 from moh_vision.engine.compiling import blocks_of, check_compilation, compile_task
 from tests.support.families import FAMILIES, awake
@@ -150,17 +149,10 @@ def test_blocks_learn_as_eager_ones_and_skip_heads(family, path, graphs):
     ],
 )
 def test_attention_is_measured_in_the_mode_that_runs(
-    task, decay, compiled, graphs, monkeypatch, tmp_path
+    task, decay, compiled, graphs, skipping_takes, tmp_path
 ):
     """An EMA is evaluated, and draws previews, as a copy that is not compiled; the last weights may be evaluated too."""
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    # Not the user's cache of measurements, which is beside the operators that were built.
-    monkeypatch.setattr(MeasurementTable, "from_cache", lambda: MeasurementTable([]))
-    monkeypatch.setattr(MeasurementTable, "save", lambda table: None)
-    monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
-    monkeypatch.setattr(
-        measure, "STEPS", 10**6
-    )  # as much time as there is, so that no call is left out
+    skipping_takes(0.5)
     options = ["--compile", "blocks", "--ema.decay", decay, "--model.executor", "auto"]
     script(task).main(arguments(task, tmp_path / "run", 2, 100, *options))
     rows = json.loads((tmp_path / "run/attention.json").read_text())["table"]["rows"]

@@ -170,7 +170,7 @@ def test_another_failure_on_a_gpu_is_said_and_ends_the_search(monkeypatch):
     (0, 4000, "at least 2,621,440 samples", [2**n for n in range(4, 17)]),
     (10, 350, "at least 15 samples", []),
 ])  # fmt: skip
-def test_on_a_cpu_the_micro_batch_follows_from_the_growth(monkeypatch, each, room, found, sizes):
+def test_on_a_cpu_the_micro_batch_follows_from_the_growth(each, room, found, sizes):
     """The process has 100 MiB and 8 samples; these are not doubled where that could take all of the memory."""
     memory = 100 + 8 * each
     done = []
@@ -180,8 +180,7 @@ def test_on_a_cpu_the_micro_batch_follows_from_the_growth(monkeypatch, each, roo
         done.append(samples)
         memory = 100 + samples * each
 
-    monkeypatch.setattr(estimate, "peak_memory_mib", lambda: memory)
-    assert largest_by_growth(room * 2**20, do, 8) == found
+    assert largest_by_growth(room * 2**20, do, 8, peak=lambda: memory) == found
     assert done == sizes
     assert largest_by_growth(None, do, 8).startswith("not known on this device")
 

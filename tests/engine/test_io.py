@@ -37,9 +37,9 @@ def writing_with_a_child(folder, with_children):
 
 
 @pytest.mark.parametrize("with_children", [False, True])
-def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypatch, with_children):
-    monkeypatch.setattr(io, "PAUSE", 0)
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, no_pauses, with_children):
     pid = hold(writing_with_a_child, tmp_path, with_children)
+    no_pauses()
 
     host = socket.gethostname()
 

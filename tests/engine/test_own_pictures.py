@@ -102,14 +102,14 @@ def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_folder_of_classes_needs_no_splits(script, tmp_path, monkeypatch, capsys):
+def test_a_folder_of_classes_needs_no_splits(script, tmp_path, capsys):
     """A classifier keeps some for validation, also when it is opened again; a DiT trains on all."""
-    monkeypatch.setattr(SCRIPTS[script][1], "images_per_root", 40)
     write_pictures(tmp_path / "both")
     root = (tmp_path / "both" / "train").rename(tmp_path / "photos")
     run = str(tmp_path / "run")
     main = SCRIPTS[script][0].main
     argv = ["--config", f"{script}/own_pictures", "--data.root", str(root), "--output", run]
+    argv += ["--max_steps", "2"]
     if script == "dit":
         main(argv)
         out = capsys.readouterr().out
@@ -125,12 +125,11 @@ def test_a_folder_of_classes_needs_no_splits(script, tmp_path, monkeypatch, caps
     assert f"{count} of the 14 images" in again and f", {count} images, " in again
 
 
-def test_pictures_without_classes(tmp_path, monkeypatch):
-    monkeypatch.setattr(DitConfig, "images_per_root", 40)
+def test_pictures_without_classes(tmp_path):
     root = tmp_path / "photos"
     root.mkdir()
     for number in range(6):
         gradient(50 + number, 40).save(root / f"{number}.png")
     command = ["--config", "dit/own_pictures", "--data.root", str(root)]
-    train_dit.main([*command, "--output", str(tmp_path / "run")])
+    train_dit.main([*command, "--output", str(tmp_path / "run"), "--max_steps", "2"])
     assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir()

@@ -502,7 +502,7 @@ def test_previews_and_scores_that_fail_are_counted_and_training_goes_on(
 
 
 def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, hours_pass
 ):
     """A trial of a few steps with a configuration for millions does not end with minutes of sampling.
 
@@ -517,13 +517,14 @@ def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(
     assert "score.every 4: none in 3" in said
     assert not (short / "previews").exists()
     assert not any("scores" in entry for entry in entries(short))
-    monkeypatch.setattr("moh_vision.diffusion.previews.LONG", 0)
+    hours_pass()
     train("dit", tmp_path / "long", 3, *small, "--preview.every", 2)
     said = capsys.readouterr().out
     previews = [path.name for path in (tmp_path / "long" / "previews").iterdir()]
     assert sorted(previews) == ["step_2.png", "step_3.png"]
     first, second = [line for line in said.splitlines() if line.startswith("preview")][:2]
-    assert first == "preview: 40 images in 3 steps each take about 00:00"
+    # Two batches, and a minute a step.
+    assert first == "preview: 40 images in 3 steps each take about 06:00"
     assert second.endswith("long/previews/step_2.png")
 
 

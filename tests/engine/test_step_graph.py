@@ -9,11 +9,16 @@ import torch
 from accelerate import Accelerator
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, measure, trial
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, trial
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.engine import step_graph
 from moh_vision.engine.cuda_graphs import CudaGraphs
-from moh_vision.engine.step_graph import EAGER_STEPS, EagerPasses, GraphedPasses, why_not
+from moh_vision.engine.step_graph import (
+    EAGER_STEPS,
+    ROUNDS,
+    EagerPasses,
+    GraphedPasses,
+    why_not,
+)
 from moh_vision.models.elastic import ElasticBudget
 from tests.support.eager_graphs import EagerGraphs
 from tests.support.refusals import refuse
@@ -105,7 +110,7 @@ def test_steps_as_graphs_equal_eager_steps_to_the_bit(accumulation, capsys):
     )
     assert graphs.captures == 1
     # The trial compares each micro-batch and times five; then come the steps.
-    of_trial = EAGER_STEPS * accumulation + step_graph.ROUNDS
+    of_trial = EAGER_STEPS * accumulation + ROUNDS
     assert graphs.replays == of_trial + (STEPS - EAGER_STEPS) * accumulation
     assert training.pauses == [EAGER_STEPS]
 
@@ -123,7 +128,7 @@ def test_a_smaller_batch_runs_eagerly():
     training = Training(graphs, sizes=sizes).run()
     assert_equal(training, Training(sizes=sizes).run())
     assert graphs.captures == 1
-    assert graphs.replays == EAGER_STEPS + step_graph.ROUNDS + STEPS - EAGER_STEPS - len(sizes)
+    assert graphs.replays == EAGER_STEPS + ROUNDS + STEPS - EAGER_STEPS - len(sizes)
 
 
 def test_an_eager_micro_batch_may_precede_a_graph_in_a_step():
@@ -226,12 +231,11 @@ def reading(forward):
 @pytest.mark.parametrize(
     "mode, faster, taken", [("auto", 1, True), ("auto", 0, False), ("on", 0, True)]
 )
-def test_auto_takes_the_graph_only_if_it_is_faster(monkeypatch, capsys, mode, faster, taken):
+def test_auto_takes_the_graph_only_if_it_is_faster(capsys, mode, faster, taken):
     times = [2.0, 1.0] if faster else [1.0, 2.0]
     # Eager and graph are timed in turn.
-    each = iter(times * step_graph.ROUNDS)
-    monkeypatch.setattr(step_graph, "seconds", lambda work: next(each))
-    training = Training(EagerGraphs(), mode=mode).run(EAGER_STEPS + 1)
+    graphs = EagerGraphs(times=times * ROUNDS)
+    training = Training(graphs, mode=mode).run(EAGER_STEPS + 1)
     assert training.passes.decision.taken is taken
     ratio = (
         "1000.0 ms a micro-batch, 0.50 of the eager 2000.0 ms"
@@ -307,19 +311,6 @@ def test_a_run_on_a_cpu_says_why_once(tmp_path, capsys, mode):
     assert not (tmp_path / "run" / "cuda_graph.json").exists()
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Let runs capture with stand-ins, and list them."""
-    stand_ins = []
-
-    def make():
-        stand_ins.append(EagerGraphs())
-        return stand_ins[-1]
-
-    monkeypatch.setattr(step_graph, "CudaGraphs", make)
-    return stand_ins
-
-
 RUNS = [
     pytest.param("cls", ["--budget_range", "[0.5, 1.0]"], id="cls"),
     pytest.param("dit", ["--optim.accumulation", "2"], id="dit", marks=pytest.mark.slow),
@@ -327,7 +318,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize("name, more", RUNS)
-def test_a_resumed_run_decides_as_it_did(tmp_path, capsys, made, name, more):
+def test_a_resumed_run_decides_as_it_did(tmp_path, capsys, eager_graphs, name, more):
+    made = eager_graphs()
     eager = train(tmp_path / "eager", 6, *more, name=name)
     graph = ["--cuda_graph", "on", *more]
     assert train(tmp_path / "whole", 6, *graph, name=name) == eager
@@ -345,8 +337,9 @@ def test_a_resumed_run_decides_as_it_did(tmp_path, capsys, made, name, more):
     assert made[-1].replays == 2 * (2 if "accumulation" in str(more) else 1)
 
 
-def test_a_text_model_of_transformers_is_not_captured(tmp_path, capsys, made):
+def test_a_text_model_of_transformers_is_not_captured(tmp_path, capsys, eager_graphs):
     """Its mask depends on a look at the positions (but on a GPU, where transformers knows that it is captured)."""
+    made = eager_graphs()
     eager = train(tmp_path / "eager", 4, name="clm")
     assert train(tmp_path / "run", 4, "--cuda_graph", "auto", name="clm") == eager
     assert "not permitted when stream is capturing" in capsys.readouterr().out
@@ -354,23 +347,14 @@ def test_a_text_model_of_transformers_is_not_captured(tmp_path, capsys, made):
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_attention_is_measured_in_the_mode_that_runs(tmp_path, monkeypatch, taken):
+def test_attention_is_measured_in_the_mode_that_runs(tmp_path, skipping_takes, eager_graphs, taken):
     """Once more if the graph is not taken; calls of inference run eagerly in any case."""
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "STEPS", 1000)
-    stand_in = EagerGraphs(room="" if taken else "there is no room")
-    monkeypatch.setattr(step_graph, "CudaGraphs", lambda: stand_in)
-    timed = []
-
-    def note(call, time_left):
-        timed.append((call.layer.training, call.graphs is stand_in))
-        return 0.99, 0.0  # all heads are computed
-
-    monkeypatch.setattr(trial, "timed", note)
+    measured = skipping_takes(0.99)  # all heads are computed
+    made = eager_graphs(room="" if taken else "there is no room")
     train(tmp_path / "run", 5, "--cuda_graph", "on", "--model.scope", "sample")
     again = [] if taken else [(True, False)]  # the inference is in the user's cache by then
-    assert timed == [(True, True), (False, False), *again]
+    modes = [(call.layer.training, call.graphs is made[0]) for call in measured]
+    assert modes == [(True, True), (False, False), *again]
     record = json.loads((tmp_path / "run" / "attention.json").read_text())
     calls = [row[0] for row in record["table"]["rows"]]
     assert len(calls) == 2 and not any("CUDA graph" in call for call in calls)

@@ -119,10 +119,10 @@ def test_open_run_overwrites_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, fresh):
-    monkeypatch.setattr("moh_vision.common.io.PAUSE", 0)
+def test_a_run_that_another_process_writes_is_left_alone(tmp_path, no_pauses, fresh):
     run = tmp_path / "run"
     child = hold(opened, run, {})
+    no_pauses()
     words = f"--output {run}: process {child} on .* is writing there; wait, or take"
     refuse(words, open_here, run, {}, fresh)
     # A dry run takes no lock.

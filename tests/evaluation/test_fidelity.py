@@ -558,10 +558,10 @@ def test_features_that_are_not_finite_are_named():
     )
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path, hours_pass, capsys):
     a = write_folder(tmp_path / "a", images(60))
     b = write_folder(tmp_path / "b", images(60, 1))
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+    hours_pass()
     out = tmp_path / "scores.json"
     assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
     text = capsys.readouterr().out

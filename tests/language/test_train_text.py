@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import moh_vision
 from moh_vision.commands.runs import read_run
-from moh_vision.common import progress
 from moh_vision.language import train as train_text
 from moh_vision.language.data.inputs import TranslationInputs
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
@@ -243,9 +242,9 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(task, data, tmp_path):
 
 
 def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(
-    tmp_path, monkeypatch, capfd
+    tmp_path, monkeypatch, hours_pass, capfd
 ):
-    monkeypatch.setattr(progress, "LINE_EVERY", 0)
+    hours_pass()
     folder = write_pairs(tmp_path / "pairs")
     run = tmp_path / "run"
     for file in (folder / "train.de", folder / "val.de"):

@@ -4,6 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moh_vision.attention.trial import seconds
 from moh_vision.engine.cuda_graphs import WARM_UP
 from tests.support.waits import READERS
 
@@ -18,6 +19,7 @@ class EagerGraphs:
         failures: for each capture an error to raise, or None; captures after the last one succeed.
         room: what `lacks_room` returns.
         off_by: added to all gradients and results of replays, as a faulty graph might.
+        times: what `time` returns, one after the other and without doing the work; empty: what the work takes.
 
     Attributes:
         captures: number of captures that succeeded.
@@ -25,10 +27,11 @@ class EagerGraphs:
         released: whether the graphs were given up.
     """
 
-    def __init__(self, failures=(), room="", off_by=0.0):
+    def __init__(self, failures=(), room="", off_by=0.0, times=()):
         self.failures = list(failures)
         self.room = room
         self.off_by = off_by
+        self.times = list(times)
         self.captures = 0
         self.replays = 0
         self.released = False
@@ -41,6 +44,11 @@ class EagerGraphs:
 
     def release(self):
         self.released = True
+
+    def time(self, work):
+        if self.times:
+            return self.times.pop(0)
+        return seconds(work)
 
     def capture(self, work):
         for _ in range(WARM_UP):

@@ -13,6 +13,8 @@ from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.products import Products, products_of
 from moh_vision.attention.executors.reasons import (
+    GROUPS_VARY,
+    PAIRS_VARY,
     SLICED_IS_FASTER,
     hidden_weights,
     no_products,
@@ -87,7 +89,7 @@ class GroupPairs(Executor):
         if s.choice == "all":
             return SLICED_IS_FASTER
         if s.mode == "compiled":
-            return "compiled, and the list of pairs has no fixed length"
+            return PAIRS_VARY
         return ""
 
     @staticmethod
@@ -128,7 +130,7 @@ class GroupsOfSequences(Executor):
             # On a GPU, products with gathered weights are slower than all groups; only `LookedUpProducts` are faster.
             reason = not_tiled(s)
         if not reason and s.mode == "compiled" and not s.counted:
-            reason = "compiled, and the number of groups varies"
+            reason = GROUPS_VARY
         return reason
 
     @staticmethod

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.reasons import (
+    PRODUCTS_ARE_SKIPPED_TOO,
     has_products,
     no_operator,
     nothing_to_skip,
@@ -27,7 +28,7 @@ class InPlace(Executor):
         if reason or path_of(signature) == "triton":
             return reason
         if has_products(signature):
-            return "in float32 the C++ operators leave out products too"
+            return PRODUCTS_ARE_SKIPPED_TOO
         return unlisted(signature)
 
     @staticmethod

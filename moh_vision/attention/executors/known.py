@@ -31,9 +31,14 @@ SHORT = 197
 @torch.compiler.assume_constant_result  # the processor does not change, and torch.compile need not trace its detection
 def share_in_float32(head_dim: int) -> float:
     """Return the largest share of active heads with which the float32 operators are known to be faster than all heads."""
-    if _is_zen5():
+    return share_on(is_zen5(), torch.backends.cpu.get_cpu_capability(), head_dim)
+
+
+def share_on(zen5: bool, capability: str, head_dim: int) -> float:
+    """Return `share_in_float32` of a processor: an AMD Zen 5 or not, whose instruction set torch calls `capability`."""
+    if zen5:
         return 1.0
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and head_dim % VECTOR:
+    if capability == "AVX512" and head_dim % VECTOR:
         return MOST_OF_UNEVEN_WIDTHS
     return MOST
 
@@ -52,7 +57,7 @@ def share_of_gathered(tokens: int) -> float:
 
 
 @lru_cache
-def _is_zen5() -> bool:
+def is_zen5() -> bool:
     """Return whether the processor is an AMD of family 26."""
     info = Path("/proc/cpuinfo")
     if not info.is_file():

@@ -1,26 +1,48 @@
-"""Checks that several executors share in `Executor.why_not`: each returns why a call cannot run, or ""."""
+"""Why executors cannot run a call: what they say, and the checks that several of them share in `Executor.why_not`.
+
+Each check returns one of the reasons below, or "".
+"""
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.signature import Signature
 from moh_vision.attention.kernels.contract import DTYPES
 
-# Said by executors that compute lists of pairs.
+# Of the call.
+EVERY_HEAD = "every head may run"
+NO_TOKENS = "there are no tokens"
+ALL_KEYS_CACHED = "the keys of all heads are cached"
+CHOSEN_PER_TOKEN = "needs heads that are chosen per sequence"
+KEYS_NOT_PER_HEAD = "keys are cached, or shared by groups of heads"
+HIDDEN_WEIGHTS = "the projections carry hooks or are not plain linear layers"
 SLICED_IS_FASTER = (
     "one choice serves all sequences, which plain products by a smaller weight do faster"
 )
+QUERIES_ARE_MADE = "compiled, or the router has projected the queries"
+PAIRS_VARY = "compiled, and the list of pairs has no fixed length"
+HEADS_VARY = "compiled, and the number of heads varies"
+GROUPS_VARY = "compiled, and the number of groups varies"
+# Of the operators.
+NO_OPERATOR = "no compiled operator runs the call"  # `no_operator` adds what is in the way
+NO_PRODUCTS = "no C++ operator projects such numbers"
+PRODUCTS_ARE_SKIPPED_TOO = "in float32 the C++ operators leave out products too"
+NO_LOOK_UP = "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
+HALF_EMPTY_TILES = (
+    "tiles of 128 tokens would be half empty, and products with the whole weight are faster"
+)
+NOT_ONE_PRODUCT = "queries, keys and values are not one product"
 
 
 def nothing_to_skip(signature: Signature) -> str:
     """Return why no executor can skip heads of a call."""
     s = signature
     if s.all_heads:
-        return "every head may run"
+        return EVERY_HEAD
     if 0 in (s.batch, s.tokens, s.keys, s.dim):
-        return "there are no tokens"
+        return NO_TOKENS
     # A prompt in inference is not refused: each of its tokens runs its own heads, and the cache gets the keys of all heads.
     cached = s.cache == "tokens" and (s.tokens == 1 or s.trains())
     if cached or s.cache == "context":
-        return "the keys of all heads are cached"
+        return ALL_KEYS_CACHED
     return ""
 
 
@@ -28,9 +50,9 @@ def not_whole_heads(signature: Signature) -> str:
     """Return why heads cannot be left out of whole sequences, keys and values included."""
     s = signature
     if s.choice == "token":
-        return "needs heads that are chosen per sequence"
+        return CHOSEN_PER_TOKEN
     if s.cache or s.kv_heads < s.heads:
-        return "keys are cached, or shared by groups of heads"
+        return KEYS_NOT_PER_HEAD
     return hidden_weights(s)
 
 
@@ -38,7 +60,7 @@ def hidden_weights(signature: Signature) -> str:
     """Return why the weights of the projections may not be read."""
     if signature.readable:
         return ""
-    return "the projections carry hooks or are not plain linear layers"
+    return HIDDEN_WEIGHTS
 
 
 def no_operator(signature: Signature) -> str:
@@ -48,14 +70,14 @@ def no_operator(signature: Signature) -> str:
     reason = "dropout"
     if not signature.dropout:
         reason = kernels.about(signature.device.type)
-    return f"no compiled operator runs the call ({reason})"
+    return f"{NO_OPERATOR} ({reason})"
 
 
 def no_products(signature: Signature) -> str:
     """Return why the C++ operators that skip products (`project`, `attend`, `combine`) cannot run a call."""
     if has_products(signature):
         return ""
-    return "no C++ operator projects such numbers"
+    return NO_PRODUCTS
 
 
 def has_products(signature: Signature) -> bool:
@@ -66,7 +88,7 @@ def has_products(signature: Signature) -> bool:
 def unlisted(signature: Signature) -> str:
     """Return why the pairs of a call cannot be listed on a CPU. Under torch.compile only a router's operator lists them."""
     if signature.mode == "compiled" and not signature.listed:
-        return "compiled, and the list of pairs has no fixed length"
+        return PAIRS_VARY
     return ""
 
 
@@ -80,11 +102,9 @@ def path_of(signature: Signature) -> str:
 def not_tiled(signature: Signature) -> str:
     """Return why products of looked-up rows cannot take a call's tokens or would be slower than those of all rows."""
     if not looks_up_heads(signature):
-        return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
+        return NO_LOOK_UP
     if not kernels.fills_tiles(signature.tokens):
-        return (
-            "tiles of 128 tokens would be half empty, and products with the whole weight are faster"
-        )
+        return HALF_EMPTY_TILES
     return ""
 
 
@@ -92,7 +112,7 @@ def not_looked_up(signature: Signature) -> str:
     """Return why `LookedUpProducts` cannot run attention on a GPU or would be slower than all heads."""
     at_once = signature.at_once and not signature.context
     if looks_up_heads(signature) and not at_once:
-        return "queries, keys and values are not one product"
+        return NOT_ONE_PRODUCT
     return not_tiled(signature)
 
 

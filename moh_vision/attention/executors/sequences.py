@@ -10,6 +10,7 @@ from moh_vision.attention.executors.known import share_of_gathered
 from moh_vision.attention.executors.masked import attend
 from moh_vision.attention.executors.products import Products, products_of
 from moh_vision.attention.executors.reasons import (
+    HEADS_VARY,
     not_looked_up,
     not_whole_heads,
     nothing_to_skip,
@@ -50,7 +51,7 @@ class Sequences(Executor):
             # On a GPU, products with gathered weights are slower than all heads; only `LookedUpProducts` are faster.
             reason = not_looked_up(s)
         if not reason and s.mode == "compiled" and not s.counted:
-            reason = "compiled, and the number of heads varies"
+            reason = HEADS_VARY
         return reason
 
     @staticmethod

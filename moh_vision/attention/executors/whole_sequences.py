@@ -5,6 +5,7 @@ from torch import Tensor
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.reasons import (
+    QUERIES_ARE_MADE,
     SLICED_IS_FASTER,
     no_operator,
     no_products,
@@ -38,7 +39,7 @@ class WholeSequences(Tokens):
         if reason:
             return reason
         if s.queries or s.mode == "compiled":
-            return "compiled, or the router has projected the queries"
+            return QUERIES_ARE_MADE
         return ""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:

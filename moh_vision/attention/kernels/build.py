@@ -75,7 +75,7 @@ def path(device: str = "cpu") -> str:
 @torch.compiler.assume_constant_result
 def about(device: str = "cpu") -> str:
     """Return the line that `path` logs if `use` is not called: the path that it finds, and how to change it."""
-    return _find(device, os.environ.get(BUILD))[1]
+    return find(device, os.environ.get(BUILD))[1]
 
 
 def use(path: str | None) -> None:
@@ -142,12 +142,14 @@ def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
 
 @torch.compiler.assume_constant_result  # the path does not change in a process
 def _found(device: str) -> str:
-    return _find(device, os.environ.get(BUILD))[0]
+    return find(device, os.environ.get(BUILD))[0]
 
 
 @functools.cache
-def _find(device: str, builds: str | None) -> tuple[str, str]:
+def find(device: str, builds: str | None) -> tuple[str, str]:
     """Choose the path for a type of device and log it; return the path and the line that was logged.
+
+    The first answer is that of the process, until `find.cache_clear()`.
 
     builds: the value of the environment variable BUILD.
     """

@@ -221,8 +221,8 @@ def run(*argv):
     return main(["tokenise", *map(str, argv)])
 
 
-def test_tokenise(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
+def test_tokenise(tmp_path, capsys, hours_pass):
+    hours_pass()
     tokenizer = llama_like(tmp_path / "t")
     (tmp_path / "a.txt").write_text("a b\n\n  c \n")
     lines = [json.dumps(dict(text="d\ne f", meta=1)), "", json.dumps(dict(text=""))]
