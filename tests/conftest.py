@@ -1,3 +1,4 @@
+import collections
 import functools
 import gc
 import itertools
@@ -44,6 +45,45 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+
+
+# "BACK END: why it cannot run here" -> how many tests were left out for that.
+left_out = pytest.StashKey[collections.Counter]()
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests of back ends that this machine cannot run, so that every skipped test is news."""
+    kept = []
+    dropped = []
+    reasons = collections.Counter()
+    for item in items:
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        reason = backend.why_no_case() if backend else None
+        if reason is None:
+            kept.append(item)
+        else:
+            dropped.append(item)
+            reasons[f"{backend}: {reason}"] += 1
+    items[:] = kept
+    config.stash[left_out] = reasons
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+    if hasattr(config, "workeroutput"):  # a process of pytest-xdist, which prints nothing
+        config.workeroutput["left_out"] = dict(reasons)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    # Every process collects all tests, so each has the same counts. One that crashed has none.
+    reasons = getattr(node, "workeroutput", {}).get("left_out")
+    if reasons is not None:
+        node.config.stash[left_out] = collections.Counter(reasons)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for reason, count in config.stash.get(left_out, {}).items():
+        terminalreporter.write_line(f"{count} tests are no cases on this machine: {reason}")
 
 
 def pytest_unconfigure():

@@ -23,7 +23,7 @@ from moh_vision.attention.executors.plan import say
 from moh_vision.attention.kernels import route as routing_kernels
 from moh_vision.attention.measure import collect, compiled_layers
 from moh_vision.attention.routing import Call
-from tests.support.attend_backends import Backend
+from tests.support.attend_backends import CPP, CPP16
 from tests.support.refusals import refuse
 from tests.support.small_runs import same
 from tests.support.small_transnext import scramble, small
@@ -317,8 +317,8 @@ def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(
     assert kernels.path() == "triton"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, takes, monkeypatch):
+@pytest.mark.parametrize("backend", [CPP, CPP16[0]], ids=str)
+def test_no_head_is_chosen_by_rounding_where_results_are_compared(backend, takes, monkeypatch):
     """PyTorch sums a router's logits in another order than an operator does: both get the same bits."""
     takes(0.5)
     run = trial.run
@@ -331,8 +331,9 @@ def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, takes, 
         return answer
 
     monkeypatch.setattr(trial, "run", run_and_note)
+    dtype = backend.dtype
     layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), executor="auto", dtype=dtype).eval()
-    with Backend("cpp", dtype).running():
+    with backend.running():
         moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
     assert len(logits) == 4 and torch.equal(*logits[:2])
 

@@ -138,7 +138,7 @@ def test_reading_from_a_server_that_stays_away_ends_after_a_while(shards, capfd)
     began = time.monotonic()
     with one_line(f"{url}/a.tar refused 0.6", UnreadableImage):
         StreamedFile(f"{url}/a.tar", 0.6).read(10)
-    assert 0.6 < time.monotonic() - began < 5
+    assert 0.6 < time.monotonic() - began < 60  # and not for ever
     assert capfd.readouterr().err.count("\n") == 1
 
 

@@ -112,11 +112,18 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     out = tmp_path / "out"
     other = tmp_path / "other"
     more = (*writer.shards(10), "--workers", 2, *size)
+    encode = getattr(*writer.encoder)
+
+    def encode_up_to_three_shards(*given):
+        # However fast the machine is, the kill comes before the end.
+        while len(list(out.glob("train-*"))) >= 3:
+            time.sleep(0.02)
+        return encode(*given)
+
     with monkeypatch.context() as patch:
-        encode = getattr(*writer.encoder)
-        patch.setattr(*writer.encoder, lambda *given: time.sleep(0.02) or encode(*given))
+        patch.setattr(*writer.encoder, encode_up_to_three_shards)
         child = forked(writer, out, *more)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(list(out.glob("train-*"))) < 3:
             assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0)
             time.sleep(0.005)
