@@ -14,6 +14,7 @@ import pytest
 from moh_vision.__main__ import COMMANDS, main
 from moh_vision.common.errors import EXTRAS, user_errors
 from tests.support.paths import ROOT
+from tests.support.refusals import assert_says
 
 PACKAGE = ROOT / "moh_vision"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
@@ -108,10 +109,9 @@ def test_commands_are_listed_and_explain_themselves(capsys):
                 assert main([name, "--help"]) == 0
             assert capsys.readouterr().out.startswith("usage: "), name
     assert main(["tabel"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "moh_vision: error: tabel: no such command, did you mean table?\n"
-    )
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert_says(error, "moh_vision: error: tabel table")
 
 
 @pytest.mark.parametrize("name", ["attention.kernels", "evaluation.fidelity"])
@@ -138,10 +138,9 @@ def test_a_missing_extra_is_named(capsys):
         )
     with pytest.raises(SystemExit, match="2"), user_errors("x"):
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
-    assert (
-        capsys.readouterr().err
-        == "x: error: the package lm_eval is missing: pip install 'moh_vision[lm]'\n"
-    )
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert_says(error, "x: error: lm_eval 'moh_vision[lm]'")
     with pytest.raises(ModuleNotFoundError), user_errors("x"):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 

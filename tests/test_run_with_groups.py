@@ -18,7 +18,7 @@ from moh_vision.diffusion.sampling import weak_predict
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, load_checkpoint
-from tests.support.refusals import refuse, refused
+from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments, entries, same, tensors, whole_and_resumed
 from tests.support.tiny_dit import awake
 
@@ -153,8 +153,8 @@ def test_validation_at_another_share_of_groups(runs, capsys):
         scores.append(re.search(r"loss (\S+)", capsys.readouterr().out)[1])
     assert scores[0] != scores[1]
     dense = [*options, "--model.scope", "token"]
-    words = "allowed are model.head_budget and model.mlp_budget"
-    assert words in refused(capsys, validate.main, *dense)
+    error = refused(capsys, validate.main, *dense)
+    assert_says(error, "model.scope effect model.head_budget model.mlp_budget")
 
 
 def test_samples_at_another_share_of_groups(runs, trained, tmp_path, capsys):
@@ -178,9 +178,9 @@ def test_samples_at_another_share_of_groups(runs, trained, tmp_path, capsys):
     assert macs[0.5] < macs[1.0]
     assert drawn[0.5] != drawn[1.0]
     dense = trained("dit", 1)
-    words = "mlp_budget 0.5: the MLPs of MoHDiTTransformer2DModel are dense"
     argv = f"--checkpoint {dense} --num-images 2 --grid {tmp_path}/g.png --mlp_budget 0.5"
-    assert words in refused(capsys, sample.main, *argv.split())
+    error = refused(capsys, sample.main, *argv.split())
+    assert_says(error, "mlp_budget 0.5 MoHDiTTransformer2DModel dense moh_vision.convert")
 
 
 STARTS = {
@@ -228,8 +228,8 @@ def test_routers_of_mlps_that_weights_lack_start_at_zero(trained, tmp_path, caps
 def test_weights_with_another_number_of_groups_are_refused(runs, tmp_path, capsys):
     options = ["--model.mlp_groups", "16", "--init_from", runs["cls"]]
     argv = arguments("cls", tmp_path / "run", 1, 1, *GROUPS, *options)
-    words = "chooses among another number of groups than the model's mlp_groups, 16"
-    assert words in refused(capsys, train_cls.main, *argv)
+    error = refused(capsys, train_cls.main, *argv)
+    assert_says(error, f"init_from {runs['cls']} blocks.0.mlp groups mlp_groups 16")
 
 
 def test_a_guide_with_fewer_groups_alone():
@@ -244,7 +244,7 @@ def test_a_guide_with_fewer_groups_alone():
         with torch.no_grad():
             return weak(*images("dit"))
 
-    refuse("that is 4 heads, and the model runs 4", guided, 0.5)
+    refuse("guide 4 heads smaller", guided, 0.5)
     moh_vision.set_head_budget(model, mlp=1.0)
     assert not torch.allclose(guided(0.5), output(model, "dit"))
-    refuse("that is 6 heads, and the model runs 4", guided, 0.75)
+    refuse("guide 6 heads 4 smaller", guided, 0.75)

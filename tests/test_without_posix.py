@@ -80,11 +80,11 @@ def test_models_are_made_converted_and_loaded_where_nothing_of_posix_is_there(tm
 
 def test_shards_and_latents_are_refused_without_pread(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "pread")
-    words = f"{tmp_path}: shards are read by os.pread, which Python has on Linux and macOS, not on"
-    refuse(words, Shards, str(tmp_path), "train")
-    refuse(words, shard_writer.ShardWriter, tmp_path / "train.shards.json", {}, None, {})
+    facts = f"{tmp_path} shards os.pread Linux macOS {sys.platform}"
+    refuse(facts, Shards, str(tmp_path), "train")
+    refuse(facts, shard_writer.ShardWriter, tmp_path / "train.shards.json", {}, None, {})
     (tmp_path / "train.meta.json").write_text("{}")
-    refuse(words, LatentCache, str(tmp_path), "train")
+    refuse(facts, LatentCache, str(tmp_path), "train")
 
 
 def test_counts_of_cores_and_memory_on_other_systems(monkeypatch):
@@ -107,4 +107,4 @@ def test_workers_end_without_sigchld(monkeypatch):
 
 def test_the_operators_are_built_on_linux_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
-    refuse("the C\\+\\+ operators are built on Linux, not on win32", build.build)
+    refuse("C++ operators Linux win32", build.build)

@@ -13,7 +13,7 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.budget import BudgetError, change_budget, naming, parse_share
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, one_line, refuse
 
 
 def totals(budgets):
@@ -63,27 +63,27 @@ def test_share_of_shared_heads(share):
 
 
 IMPOSSIBLE = [
-    (0, "0 is not understood"),
-    (1.2, "1.2 is not understood"),
-    (float("nan"), "nan is not understood"),
-    ("ramp:x", "'ramp:x' is not understood"),
-    ("linear:0.5", "'linear:0.5' is not understood"),
-    ("uniform:0.5:1", "'uniform:0.5:1' is not understood"),
-    ("uniform:0.5:-0.1", "'uniform:0.5:-0.1' is not understood"),
-    ([(1, 1)], "lists 1 layers, the model has 4"),
-    ([(1, 1), (1, 1), (4, 3), (1, 1)], "layer 2: shared=4 . routed=3 = 7 of only 6 heads"),
-    ([(1, 1), (3, 0), (1, 1), (1, 1)], "layer 1: routed=0 with shared=3 of 6"),
-    ([(0, 0)] * 4, "layer 0: shared=0, routed=0: at least 1"),
-    ([(-1, 3)] * 4, "layer 0: shared=-1"),
-    ([(1.5, 3)] * 4, "layer 0: .1.5, 3. is not a pair of whole"),
-    ("uniform:0.01", "layer 0 with 6 heads would run 0"),
-    (0.02, "layer 0 with 6 heads would run 0"),
+    (0, "head_budget 0 0.75 1 pair"),
+    (1.2, "head_budget 1.2 0 1 pair"),
+    (float("nan"), "head_budget nan 0 1 pair"),
+    ("ramp:x", "head_budget 'ramp:x' 'ramp:0.75'"),
+    ("linear:0.5", "head_budget 'linear:0.5' 'uniform:0.75'"),
+    ("uniform:0.5:1", "head_budget 'uniform:0.5:1' 'ramp:0.75:0.4'"),
+    ("uniform:0.5:-0.1", "head_budget 'uniform:0.5:-0.1' 'ramp:0.75:0.4'"),
+    ([(1, 1)], "head_budget 1 layers 4"),
+    ([(1, 1), (1, 1), (4, 3), (1, 1)], "head_budget layer 2 shared=4 routed=3 7 6"),
+    ([(1, 1), (3, 0), (1, 1), (1, 1)], "head_budget layer 1 routed=0 shared=3 6"),
+    ([(0, 0)] * 4, "head_budget layer 0 shared=0 routed=0 1"),
+    ([(-1, 3)] * 4, "head_budget layer 0 shared=-1 negative"),
+    ([(1.5, 3)] * 4, "head_budget layer 0 (1.5, 3) whole"),
+    ("uniform:0.01", "head_budget 'uniform:0.01' layer 0 6 heads 0.167"),
+    (0.02, "head_budget 0.02 layer 0 6 heads 0.167"),
 ]
 
 
-@pytest.mark.parametrize("spec, words", IMPOSSIBLE, ids=[str(spec) for spec, _ in IMPOSSIBLE])
-def test_impossible_specs_name_layer_and_numbers(spec, words):
-    refuse(words, resolve_budget, spec, 4, 6, 64)
+@pytest.mark.parametrize("spec, facts", IMPOSSIBLE, ids=[str(spec) for spec, _ in IMPOSSIBLE])
+def test_impossible_specs_name_layer_and_numbers(spec, facts):
+    refuse(facts, resolve_budget, spec, 4, 6, 64)
 
 
 @pytest.mark.parametrize("shape", ["uniform", "ramp"])
@@ -98,21 +98,20 @@ def test_a_share_too_small_is_refused_with_the_smallest_one(shape, heads):
         return change_budget(spec, full)
 
     for budget in (resolve, change):
-        with pytest.raises(ValueError) as error:
+        with one_line(f"head_budget '{shape}:0.01'") as error:
             budget(f"{shape}:0.01")
         least = float(re.search(r"the smallest share is (0\.\d+)", str(error.value))[1])
         if budget is change:
-            advice = "give the lower budget when the model is made or converted"
-            assert advice in str(error.value)
+            assert_says(str(error.value), "made converted")
         active = [layer.active for layer in budget(f"{shape}:{least}")]
         assert sum(active) / sum(heads) == pytest.approx(least, abs=6e-4)  # whole heads reach it
         for total in range(1, sum(active)):
             with contextlib.suppress(ValueError):
                 fewer = budget(f"{shape}:{total / sum(heads)}")
                 assert sum(layer.active for layer in fewer) != total
-        refuse("the smallest share", budget, f"{shape}:0.02")
+        refuse(f"head_budget '{shape}:0.02' {least}", budget, f"{shape}:0.02")
     layers = [HeadBudget(10, 64, 2, 8)] * 5
-    refuse("the smallest share is 0.3;", change_budget, "ramp:0.1", layers)
+    refuse("head_budget 'ramp:0.1' 0.3", change_budget, "ramp:0.1", layers)
     change_budget("ramp:0.3", layers)
 
 
@@ -149,7 +148,7 @@ def test_head_budget_report():
     assert (report["active"], report["heads"], report["share"]) == (10, 12, 10 / 12)
     assert report["layers"][0] == dict(name="0", heads=6, head_dim=4, shared=2, routed=2, active=4)
     refuse(
-        "Linear has no HeadMixtureAttention layer; moh_vision.convert",
+        "Linear HeadMixtureAttention moh_vision.convert",
         lambda: head_budget(torch.nn.Linear(2, 2)),
     )
 
@@ -183,35 +182,34 @@ REFUSED = [
     (
         0.5,
         FIXED,
-        "layer 1 has no routed heads, all 4 are shared; give a list of pairs with .4, 0. there",
+        "head_budget 0.5 layer 1 4 shared (4, 0)",
     ),
     (
         0.5,
         [B(4, 4, 4, 0)],
-        "the model has no routed heads; moh_vision.convert gives a dense one some",
+        "head_budget 0.5 no routed moh_vision.convert",
     ),
-    ([(1, 2), (4, 0)], FIXED, "layer 0: 2 heads are shared and stay so, not 1"),
-    ([(2, 0), (4, 0)], FIXED, "layer 0: routed=0 with shared=2"),
-    ([(2, 7), (4, 0)], FIXED, "layer 0: shared=2 . routed=7 = 9 of only 8"),
-    ("half", FIXED, "'half' is not understood"),
-    ("ramp:0.5:0.4", FIXED, "'ramp:0.5:0.4': the shared heads of a model stay; leave out 0.4"),
+    ([(1, 2), (4, 0)], FIXED, "head_budget layer 0 2 shared 1"),
+    ([(2, 0), (4, 0)], FIXED, "head_budget layer 0 routed=0 shared=2 8"),
+    ([(2, 7), (4, 0)], FIXED, "head_budget layer 0 shared=2 routed=7 9 8"),
+    ("half", FIXED, "head_budget 'half' 'ramp:0.75' pair"),
+    ("ramp:0.5:0.4", FIXED, "head_budget 'ramp:0.5:0.4' shared leave 0.4"),
     (
         0.5,
         [B(8, 4, 5, 2)] * 2,
-        "the shared heads and one routed head per layer are 12 of 16 already",
+        "head_budget 0.5 12 16 0.75",
     ),
-    ("uniform:0.5", [B(8, 4, 5, 2)] * 2, "layer 0 would run 4 of 8 heads, but 5 are shared"),
+    ("uniform:0.5", [B(8, 4, 5, 2)] * 2, "head_budget 'uniform:0.5' layer 0 4 8 5 shared 0.75"),
 ]
 
 
-@pytest.mark.parametrize("spec, layers, words", REFUSED, ids=[row[2] for row in REFUSED])
-def test_routed_heads_refused(spec, layers, words):
-    refuse(words, change_budget, spec, layers)
+@pytest.mark.parametrize("spec, layers, facts", REFUSED, ids=[row[2] for row in REFUSED])
+def test_routed_heads_refused(spec, layers, facts):
+    refuse(facts, change_budget, spec, layers)
 
 
 def test_a_budget_of_groups_speaks_of_groups_and_leaves_what_was_given():
     with pytest.raises(BudgetError) as raised, naming("mlp_budget"):
         parse_share("head:0.5")
-    words = str(raised.value)
-    assert words.startswith("mlp_budget 'head:0.5' is not understood")
-    assert "share of shared groups" in words and "share of shared groups" in raised.value.reason
+    assert_says(str(raised.value), "mlp_budget 'head:0.5' 'ramp:0.75' groups")
+    assert_says(raised.value.reason, "'head:0.5' groups")

@@ -154,8 +154,7 @@ def test_a_condition_routes_every_step(executor):
         for part in x.split(split, 1):
             parts.append(layer(part, is_causal=True, condition=condition, cache=cache)[0])
         assert_near(torch.cat(parts, 1), whole)
-    words = "cannot be routed by all of them together .router MoHRouter, scope 'sample'"
-    refuse(words, layer, x, cache=KeyValueCache())
+    refuse("cache MoHRouter scope 'sample'", layer, x, cache=KeyValueCache())
 
 
 @torch.no_grad()
@@ -168,13 +167,11 @@ def test_crop():
     cache.crop(4)
     torch.testing.assert_close(layer(x[:, 4:], is_causal=True, cache=cache)[0], whole[:, 4:])
     for length in (-1, N + 1):
-        refuse(f"crop to {length} tokens is out of range: 0 to {N}", cache.crop, length)
+        refuse(f"crop {length} 0 {N}", cache.crop, length)
 
     # A filled cache refuses another batch and dtype, an emptied one takes them.
-    words = "keeps a batch of 2 in torch.float64, not of 1 in torch.float64: crop it to 0"
-    refuse(words, layer, x[:1], cache=cache)
-    words = "a batch of 2 in torch.float64, not of 2 in torch.float32"
-    refuse(words, layer.float(), x.float(), cache=cache)
+    refuse("KeyValueCache 2 1 torch.float64 crop 0", layer, x[:1], cache=cache)
+    refuse("KeyValueCache 2 torch.float64 torch.float32", layer.float(), x.float(), cache=cache)
     cache.crop(0)
     cache.reorder(torch.tensor([1, 0]))  # of nothing
     cache.repeat(4)
@@ -190,7 +187,7 @@ def test_a_running_gate_cannot_be_cropped_but_started_again():
     cache = KeyValueCache()
     first = layer(x, is_causal=True, cache=cache)[0]
     cache.crop(N)  # nothing
-    refuse("crop to 4 of 9 tokens: the running state of this layer's router", cache.crop, 4)
+    refuse("crop 4 9 router", cache.crop, 4)
     assert cache.length == N
     cache.crop(0)
     torch.testing.assert_close(layer(x, is_causal=True, cache=cache)[0], first)
@@ -285,28 +282,31 @@ def test_mae_by_context_reads_the_unpadded_context_and_no_query(training):
 
 
 BAD_ROUTE_BY = {
-    "keys": (dict(route_by="keys"), "route_by 'keys' is not one of context, query"),
+    "keys": (dict(route_by="keys"), "route_by 'keys' context query"),
     "moh": (
         dict(route_by="context"),
-        "route_by 'context' needs a router that chooses once for a sequence, which 'moh'",
+        "route_by 'context' 'moh' scope 'token' mae pool 'sequence'",
     ),
     "moh, sample": (
         dict(route_by="context", scope="sample"),
-        "which 'moh' with scope 'sample' and its defaults does not",
+        "route_by 'context' 'moh' scope 'sample' mae pool 'sequence'",
     ),
     "mae running": (
         dict(route_by="context", **SELF["mae running"]),
-        "which 'mae' with scope 'token' and .'pool': 'running'",
+        "route_by 'context' 'mae' scope 'token' 'running' 'sequence'",
     ),
-    "mae, sample": (dict(scope="sample", **BY_CONTEXT), "which 'mae' with scope 'sample'"),
+    "mae, sample": (
+        dict(scope="sample", **BY_CONTEXT),
+        "route_by 'context' 'mae' scope 'sample' 'sequence'",
+    ),
 }
 
 
-@pytest.mark.parametrize("options, words", BAD_ROUTE_BY.values(), ids=BAD_ROUTE_BY)
-def test_bad_route_by(options, words):
+@pytest.mark.parametrize("options, facts", BAD_ROUTE_BY.values(), ids=BAD_ROUTE_BY)
+def test_bad_route_by(options, facts):
     options = dict(options)
     shared, routed = options.pop("budget", (2, 2))
-    refuse(words, HeadMixtureAttention, C, HeadBudget(H, D, shared, routed), **options)
+    refuse(facts, HeadMixtureAttention, C, HeadBudget(H, D, shared, routed), **options)
 
 
 def test_bad_calls():
@@ -318,45 +318,44 @@ def test_bad_calls():
     contexts = ContextCache()
     moh(x[:, :3], cache=cache)
     moh(x, context, cache=contexts)
-    of_all = "cannot be routed by all of them together .router"
-    for layer, call, words in (
+    for layer, call, facts in (
         (
             build(**ROUTERS["mae"]),
             dict(cache=KeyValueCache()),
-            f"{of_all} MAERouter, scope 'token'",
+            "cache MAERouter scope 'token'",
         ),
         (
             build(scope="sample", **SELF["moh"]),
             dict(context=x, cache=ContextCache()),
-            f"{of_all} MoHRouter, scope 's",
+            "cache MoHRouter scope 'sample'",
         ),
         (
             mae,
             dict(),
-            "route_by 'context' and context_padding are for cross-attention: give a context",
+            "route_by 'context' context_padding cross-attention context",
         ),
-        (moh, dict(context_padding=padding), "are for cross-attention: give a context"),
+        (moh, dict(context_padding=padding), "context_padding cross-attention context"),
         (
             moh,
             dict(context=context, context_padding=padding[:, :3]),
-            "context_padding has 3 columns, not 7",
+            "context_padding 3 columns 7",
         ),
         (
             moh,
             dict(context=context, cache=KeyValueCache()),
-            "a KeyValueCache is for self-attention, not with",
+            "KeyValueCache self-attention context ContextCache",
         ),
-        (moh, dict(cache=ContextCache()), "the first call with a ContextCache needs the context"),
+        (moh, dict(cache=ContextCache()), "ContextCache first context"),
         (
             moh,
             dict(context=context, rotary=layers.angles(N)),
-            "rotary positions are for self-attention",
+            "rotary self-attention context",
         ),
         (
             moh,
             dict(cache=cache, padding_mask=padding[:, :1]),
-            "has 1 columns, not 12: 3 cached tokens and 9 new ones",
+            "padding_mask 1 columns 12 3 cached 9",
         ),
     ):
-        refuse(words, layer, x, **call)
-    refuse("keeps a batch of 2, not of 3", moh, x[:1].expand(3, -1, -1), cache=contexts)
+        refuse(facts, layer, x, **call)
+    refuse("ContextCache 2 3", moh, x[:1].expand(3, -1, -1), cache=contexts)

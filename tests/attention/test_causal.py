@@ -166,8 +166,7 @@ def test_no_token_moves_those_before_it(name, scope, executor, path, steps):
     reads_mean_token = scope == "sample"
     reads_mean_query = "query_norm" in name and scope != "token"
     if reads_all or reads_mean_token or reads_mean_query:
-        words = "is_causal: a choice made from the whole sequence would tell a token of later ones"
-        refuse(words, outputs, layer, x, steps, **call)
+        refuse("is_causal scope 'token' pool 'running' 'window'", outputs, layer, x, steps, **call)
         return
     for training in (True, False):
         layer.train(training)

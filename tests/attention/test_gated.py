@@ -121,7 +121,11 @@ def test_nothing_is_routed_away_and_no_loss_is_added():
 def test_no_budget_is_taken():
     assert default_budget("gated") is None
     layer = layer_of()
-    words = "the model has no routed heads; moh_vision.convert gives a dense one some"
-    refuse(words, moh_vision.set_head_budget, layer, 0.5)
+    refuse(
+        "head_budget 'ramp:0.5' no routed moh_vision.convert",
+        moh_vision.set_head_budget,
+        layer,
+        0.5,
+    )
     assert moh_vision.head_budget(layer)["share"] == 1
     assert attention_layers(layer)[0].router.all_heads

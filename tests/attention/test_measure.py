@@ -287,7 +287,7 @@ def test_the_interpreter_of_triton(path, takes):
         call, *sizes, _, ratio = table["rows"][0]
         row = [call.replace(" cpu ", " cuda "), *sizes, executor, ratio]
         other = dict(rows=[row], device="another card")
-        refuse("measured on another card, this is", measurement_table.use_table, other)
+        refuse("measured another card", measurement_table.use_table, other)
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
@@ -389,7 +389,7 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
     assert moh_vision.measure(layer, x) == []
     assert picked(layer, x) == ["Masked"] and len(asked) == 1
     monkeypatch.setenv("MOH_VISION_MEASURE", "no")
-    refuse("MOH_VISION_MEASURE=no: only auto .* and off", moh_vision.measure, layer, x)
+    refuse("MOH_VISION_MEASURE=no auto off", moh_vision.measure, layer, x)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"rows": [[1, 2]]}'])
@@ -430,8 +430,11 @@ BAD_TABLES = {
 
 @pytest.mark.parametrize("table", BAD_TABLES.values(), ids=BAD_TABLES)
 def test_a_malformed_table_is_refused(table):
-    words = "rows of the table of auto are a call, four numbers, a name and a ratio"
-    refuse(words, measurement_table.use_table, dict(device="", rows=table))
+    refuse(
+        "rows auto call four numbers name ratio",
+        measurement_table.use_table,
+        dict(device="", rows=table),
+    )
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)

@@ -225,14 +225,23 @@ def test_dropout_acts_on_hidden_channels_and_outputs():
 
 
 REFUSED = {
-    "per token": (dict(scope="token"), "give scope 'sample'"),
-    "a router that reads queries": (dict(router="query_norm"), "'query_norm' cannot choose groups"),
-    "a router that reads the sequence": (dict(router="mae"), "'mae' cannot choose groups"),
-    "an executor that is none": (dict(executor="fast"), "executor 'fast' is not one of"),
+    "per token": (dict(scope="token"), "scope 'token' 'sample' MLP"),
+    "a router that reads queries": (
+        dict(router="query_norm"),
+        "router 'query_norm' groups moh moa gated dense",
+    ),
+    "a router that reads the sequence": (
+        dict(router="mae"),
+        "router 'mae' groups moh moa gated dense",
+    ),
+    "an executor that is none": (
+        dict(executor="fast"),
+        "executor 'fast' auto masked packed reference",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case):
-    options, words = REFUSED[case]
-    refuse(words, build, **options)
+    options, facts = REFUSED[case]
+    refuse(facts, build, **options)

@@ -192,7 +192,7 @@ def test_mae_modes():
     assert left_out(router.train()(x).weights).shape == (B, H)
     router.set_mode("random")
     refuse(
-        "mode 'argmax' needs a gate; a router made with mode 'uniform' has none",
+        "mode 'argmax' gate 'uniform'",
         router.set_mode,
         "argmax",
     )
@@ -205,7 +205,7 @@ def test_mae_modes():
     torch.testing.assert_close(drawn, torch.full((H,), 1 / H), atol=0.05, rtol=0)
     router.train().set_mode("uniform")
     assert left_out(router(x).weights).shape == (B, H)
-    refuse("mode 'best' is not one of soft, sampled", router.set_mode, "best")
+    refuse("mode 'best' soft sampled uniform argmax random", router.set_mode, "best")
 
 
 def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():
@@ -230,22 +230,22 @@ BAD_OPTIONS = [
         "moh",
         HeadBudget(H, D, 2, 2),
         dict(gate_scale="half"),
-        "gate_scale 'half' is not one of released, paper",
+        "gate_scale 'half' released paper",
     ),
-    ("moa", HeadBudget(H, D, 2, 2), {}, "router 'moa' has no shared heads, the budget has 2"),
-    ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' may run all 6 heads, the budget only 4"),
-    ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
-    ("mae", ALL, dict(pool="max"), "pool 'max' is not one of"),
-    ("gated", HeadBudget(H, D, 2, 2), {}, "router 'gated' runs all 6 heads, the budget only 4"),
-    ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' runs all 6 heads, the budget only 4"),
+    ("moa", HeadBudget(H, D, 2, 2), {}, "router 'moa' shared 2"),
+    ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' 6 4 head_budget"),
+    ("mae", ALL, dict(leave_out=6), "leave_out 6 1 5"),
+    ("mae", ALL, dict(pool="max"), "pool 'max' sequence running window"),
+    ("gated", HeadBudget(H, D, 2, 2), {}, "router 'gated' 6 4 head_budget"),
+    ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' 6 4 head_budget"),
 ]
 
 
 @pytest.mark.parametrize(
-    "name, budget, options, words", BAD_OPTIONS, ids=[row[3] for row in BAD_OPTIONS]
+    "name, budget, options, facts", BAD_OPTIONS, ids=[row[3] for row in BAD_OPTIONS]
 )
-def test_bad_options(name, budget, options, words):
-    refuse(words, ROUTERS[name], C, budget, **options)
+def test_bad_options(name, budget, options, facts):
+    refuse(facts, ROUTERS[name], C, budget, **options)
 
 
 def test_a_padded_sequence_is_pooled_over_its_real_tokens():

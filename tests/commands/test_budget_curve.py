@@ -18,7 +18,7 @@ from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.opened import Opened
 from moh_vision.models.head_budgets import budget_pairs
 from tests.support import tiny_vit
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse
 
 HEADS = ["--model.num_heads", "8"]
 
@@ -88,9 +88,11 @@ def test_shares_that_the_shared_heads_do_not_allow():
     model = vit([(4, 2), (4, 2), (3, 3)])
     assert list(budgets_of(model, None)) == [0.625, 0.75, 0.875, 1.0]
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
-    words = "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"
-    refuse(words, budgets_of, model, ["0.75", "0.5"])
-    refuse("no routed heads to be chosen", lambda: budgets_of(vit([(8, 0)] * 3), None))
+    refuse("--shares 0.5 0.583 1", budgets_of, model, ["0.75", "0.5"])
+    refuse(
+        "MoHVisionTransformer routed moh_vision.convert",
+        lambda: budgets_of(vit([(8, 0)] * 3), None),
+    )
     for router in ("dense", "mae", "gated"):
         assert active(budgets_of(vit(None, router=router), ["0.75"])) == {1.0: [8] * 3}
 
@@ -169,7 +171,7 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     )
     assert f"loss {token['scores'][0]['loss']:.4f}, 355 images" in capsys.readouterr().out
     error = refused("budget-curve", *runs, "--output", tmp_path / "new.svg", "--shares", "0.1")
-    assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in error
+    assert_says(error, f"{runs[0]} --shares 0.1 0.438 1")
     dense = trained("cls", 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null")
     (token, dense), _ = curve(runs[0], dense, "--output", tmp_path / "new.svg", "--shares", "0.75")
     assert (token["shares"], dense["shares"]) == ([0.75], [1.0])
@@ -181,7 +183,7 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     other = Path(shutil.copytree(runs[0], tmp_path / "other"), "config.yaml")
     other.write_text(other.read_text().replace("root: digits", f"root: {tmp_path}/data"))
     error = refused("budget-curve", *runs, other.parent, "--output", tmp_path / "more.svg")
-    assert f"scored on {tmp_path}/data and on digits; --data.root says one for all" in error
+    assert_says(error, f"{tmp_path}/data digits --data.root")
 
 
 def test_a_classifier_with_routed_mlps(trained, tmp_path, curve, refused):
@@ -204,7 +206,7 @@ def test_a_classifier_with_routed_mlps(trained, tmp_path, curve, refused):
     assert found["loss"] == pytest.approx(lines[0]["scores"][0]["loss"], abs=1e-5)
     argv = ["--output", tmp_path / "new.png", "--model.mlp_budget", "0.5"]
     error = refused("budget-curve", run, *argv)
-    assert "model.mlp_budget has no effect: --shares says how many groups run" in error
+    assert_says(error, "model.mlp_budget effect --shares groups")
 
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve):

@@ -16,7 +16,7 @@ from moh_vision.commands import export as exporting
 from moh_vision.models.fixed_heads import busiest, computed_groups, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse
 
 VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
 DIT = dict(img_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
@@ -205,7 +205,8 @@ def test_groups_of_dense_mlps_are_refused(run, tmp_path, run_command):
     _, folder = run("vit", VIT)
     argv = ("export", folder, "--format", "torch-export", "--output", tmp_path / "m.pt2")
     code, _, error = run_command(*argv, "--mlp-budget", "0.5")
-    assert code == 2 and "mlp_budget '0.5': the MLPs of MoHVisionTransformer are dense" in error
+    assert code == 2
+    assert_says(error, "mlp_budget '0.5' MLPs MoHVisionTransformer dense")
 
 
 @pytest.mark.parametrize(
@@ -267,10 +268,10 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     assert all(
         torch.equal(a, b) for a, b in zip(fixed.parameters(), expected.parameters(), strict=True)
     )
-    refuse("layer 1: its router needs", keep_heads, model_of("vit", VIT), [[0, 2], [0, 1]])
-    refuse(r"layer 0: heads \[1, 2\]", keep_heads, model_of("vit", VIT), [[1, 2], [0, 1, 3]])
+    refuse("layer 1 all one routed", keep_heads, model_of("vit", VIT), [[0, 2], [0, 1]])
+    refuse("layer 0 heads [1, 2] 4 1 rising", keep_heads, model_of("vit", VIT), [[1, 2], [0, 1, 3]])
     scaled = model_of("vit", VIT, router_kwargs=dict(gate_scale="paper"))
-    refuse("depend on heads that would leave", keep_heads, scaled, [[0, 2], [0, 1, 3]])
+    refuse("layer 0 'gate_scale' 'paper'", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
 def of_an_operator_without_onnx(self, images):
@@ -289,46 +290,45 @@ def that_fails(self, images):
 
 
 @pytest.mark.parametrize(
-    "forward, words",
+    "forward, facts",
     [
-        (of_an_operator_without_onnx, "DispatchError: No ONNX function found for"),
-        (by_a_value, "GuardOnDataDependentSymNode: Could not guard on data-dependent expression"),
-        (that_fails, "KeyError: 'scale'"),
+        (of_an_operator_without_onnx, "DispatchError ONNX"),
+        (by_a_value, "GuardOnDataDependentSymNode"),
+        (that_fails, "KeyError 'scale'"),
     ],
 )
 def test_a_failed_export_says_the_innermost_cause(
-    run, tmp_path, run_command, monkeypatch, forward, words
+    run, tmp_path, run_command, monkeypatch, forward, facts
 ):
     _, folder = run("vit", {**VIT, **ONE})
     monkeypatch.setattr(exporting.Classifier, "forward", forward)
     output = tmp_path / "m.onnx"
     code, _, error = run_command("export", folder, "--format", "onnx", "--output", output)
     assert code == 2 and error.count("\n") == 1
-    assert f"moh_vit_tiny_patch16_224 cannot be exported: {words}" in error
+    assert_says(error, f"moh_vit_tiny_patch16_224 exported {facts}")
 
 
 def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch):
     _, folder = run("vit", VIT)
 
-    def assert_refused(words, form="torch-export", output="m.pt2"):
-        """Assert that the command fails with `words` and leaves no file."""
+    def assert_refused(facts, form="torch-export", output="m.pt2"):
+        """Assert that the command says `facts` and leaves no file."""
         code, _, error = run_command(
             "export", folder, "--format", form, "--output", tmp_path / output
         )
-        assert code == 2 and words in error and error.count("\n") == 1, error
+        assert code == 2 and error.count("\n") == 1, error
+        assert_says(error, facts)
         assert {path.name for path in tmp_path.iterdir()} == {"vit"}
 
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert_refused(
-        "onnx is missing: pip install 'moh_vision[export]'", form="onnx", output="m.onnx"
-    )
+    assert_refused("onnx missing 'moh_vision[export]'", form="onnx", output="m.onnx")
 
     def wrong(module, file, *more):
         file.write_bytes(b"written")
         return lambda inputs: module(**inputs) * 1.01
 
     monkeypatch.setattr(exporting, "export", wrong)
-    assert_refused("m.pt2 is not written: it differs from PyTorch by")
+    assert_refused("m.pt2 not written differs PyTorch")
 
     def not_finite(module, *more):
         def run_module(inputs):
@@ -338,4 +338,4 @@ def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch
         return run_module
 
     monkeypatch.setattr(exporting, "export", not_finite)
-    assert_refused("m.pt2 is not written: it differs from PyTorch by nan")
+    assert_refused("m.pt2 not written differs PyTorch nan")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from moh_vision.commands.gates import draw_gate_entropy
+from tests.support.refusals import assert_says
 from tests.support.small_runs import pairs, results
 
 
@@ -105,7 +106,7 @@ def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(
         found[split] = told["layers"]
     assert found["val"][0]["load"] != found["test"][0]["load"]
     new = ["--output", tmp_path / "gates.png"]
-    assert "none has a gate" in refused("gates", runs["dense"], *new)
+    assert_says(refused("gates", runs["dense"], *new), f"{runs['dense']} none gate")
     image = np.asarray(Image.open(tmp_path / "val.png").convert("RGB"))
     assert min(image.shape[:2]) > 200 and image.std() > 10
     # The run has measured its validation split at its end, with the same result.

@@ -13,7 +13,7 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, head_usage
 from moh_vision.commands.figures import write_figure
 from moh_vision.commands.head_load import draw, most_different, short_names
 from moh_vision.models.head_load import HeadLoad
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3)
 
@@ -165,7 +165,7 @@ def test_curves_descend_and_sum_to_all_choices():
         assert sum(found["percent"]) == pytest.approx(100, abs=0.01)
         counts = load.runs()[number].sum(0)
         assert counts[found["heads"][0]] == counts[load.layers[number]["shared"] : -1].max()
-    refuse("no layer chose among heads", lambda: draw(load, "curves", layer=1))
+    refuse("no layer chose loads", lambda: draw(load, "curves", layer=1))
 
 
 def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
@@ -253,33 +253,32 @@ def test_the_numbers_do_not_overwrite_a_file_of_their_name(tmp_path, run_command
     assert json.loads((tmp_path / "load.png.json").read_text())["by"] == "class"
     assert (tmp_path / "load.json").read_bytes() == before
     (tmp_path / "load.png").unlink()
-    assert "load.png.json exists" in refused(
-        "head-load", tmp_path / "load.json", "--output", tmp_path / "load.png"
-    )
+    error = refused("head-load", tmp_path / "load.json", "--output", tmp_path / "load.png")
+    assert_says(error, f"--output {tmp_path}/load.png.json exists")
     counts_of(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
     error = refused("head-load", tmp_path / "dense.json", "--output", tmp_path / "new.png")
-    assert "dense.json: every token ran every head" in error
+    assert_says(error, f"{tmp_path}/dense.json every head")
 
 
-# Case -> (keys that lead to a value of the file, what replaces it).
+# Case -> (keys that lead to a value of the file, what replaces it, what the error says).
 DAMAGES = {
-    "too few groups": ("by class counts", [[0] * 12] * 3),
-    "too few heads": ("by class counts 0", [0] * 11),
-    "more runs than tokens": ("by class counts 0 0", 101),
-    "text for a count": ("by class counts 0 0", "many"),
-    "nan for tokens": ("by class tokens 0", [float("nan")] * 2),
-    "no tokens": ("by class", {"groups": ["a"], "counts": [[0] * 12]}),
-    "no groups": ("by", {}),
-    "text for heads": ("layers 0 heads", "8"),
-    "null for routed": ("layers 0 routed", None),
-    "unknown parts": ("layers 0 parts", "experts"),
-    "a number for of": ("of", 3),
+    "too few groups": ("by class counts", [[0] * 12] * 3, "[4, 12] 36"),
+    "too few heads": ("by class counts 0", [0] * 11, "11 12"),
+    "more runs than tokens": ("by class counts 0 0", 101, "blocks.0.attn 0"),
+    "text for a count": ("by class counts 0 0", "many", "'str'"),
+    "nan for tokens": ("by class tokens 0", [float("nan")] * 2, "blocks.0.attn 0"),
+    "no tokens": ("by class", {"groups": ["a"], "counts": [[0] * 12]}, "'tokens'"),
+    "no groups": ("by", {}, "nothing"),
+    "text for heads": ("layers 0 heads", "8", "str"),
+    "null for routed": ("layers 0 routed", None, "'NoneType'"),
+    "unknown parts": ("layers 0 parts", "experts", "'experts' heads groups"),
+    "a number for of": ("of", 3, "'int'"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_damaged_files(tmp_path, case):
-    keys, value = DAMAGES[case]
+    keys, value, facts = DAMAGES[case]
     counts_of().save(tmp_path / "load.json")
     tree = inner = json.loads((tmp_path / "load.json").read_text())
     *above, last = [int(key) if key.isdecimal() else key for key in keys.split()]
@@ -287,4 +286,4 @@ def test_damaged_files(tmp_path, case):
         inner = inner[key]
     inner[last] = value
     (tmp_path / "load.json").write_text(json.dumps(tree))
-    refuse("load.json: not a file of head loads", HeadLoad.read, tmp_path / "load.json")
+    refuse(f"{tmp_path}/load.json {facts}", HeadLoad.read, tmp_path / "load.json")

@@ -17,7 +17,7 @@ from moh_vision.classification import validate
 from moh_vision.commands import predict
 from moh_vision.data.sources import Digits
 from tests.support.pictures import convert, write_folder
-from tests.support.refusals import refuse, refused, unread
+from tests.support.refusals import assert_says, refuse, refused, unread
 from tests.support.small_runs import results
 
 
@@ -101,8 +101,8 @@ def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_comma
     name = model.pretrained_cfg["label_names"][best]
     assert f"{odd}: {100 * probabilities[best]:.2f} % {name} | " in first
     # A published folder has no configuration that names its data.
-    needed = f"--data.root is needed: {published} is no run, whose configuration says which images"
-    assert needed in refused(capsys, validate.main, "--checkpoint", published)
+    error = refused(capsys, validate.main, "--checkpoint", published)
+    assert_says(error, f"--data.root {published} configuration")
     validate.main(["--checkpoint", str(published), "--data.root", "digits"])
     assert f"top-1 {results(run)['top1']:.2f} %" in capsys.readouterr().out
 
@@ -133,7 +133,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, hours_pass):
     assert "3 (100.0 % of all)" in shown and "validation: 1 of 4 steps, " in shown
     animals = write_folder(folder / "animals", train=0)
     error = refused(capsys, validate.main, *given, "--data.root", animals)
-    assert f"--checkpoint {folder}/vit has 10 classes, data.root {animals} 2" in error
+    assert_says(error, f"--checkpoint {folder}/vit 10 classes data.root {animals} 2")
     opened = open_run(folder / "vit")
     assert opened.metadata["architecture"] == "vit_tiny_patch16_224"
     assert opened.model.pretrained_cfg["crop_pct"] == 0.6
@@ -143,15 +143,15 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, hours_pass):
     # Text of a config.json -> what the error says of it.
     damaged = {
         json.dumps(config): "checkpoint_path",
-        '{"model_type": "llama"}': "no 'architecture'",
-        "{": "Expecting",
+        '{"model_type": "llama"}': "'architecture'",
+        "{": "double quotes",
     }
-    for text, words in damaged.items():
+    for text, facts in damaged.items():
         (folder / "empty" / "config.json").write_text(text)
         error = refused(
             capsys, validate.main, "--checkpoint", folder / "empty", "--data.root", "digits"
         )
-        assert "its config.json is of no classifier that is taken" in error and words in error
+        assert_says(error, f"--checkpoint {folder}/empty config.json classifier {facts}")
 
 
 def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
@@ -197,17 +197,16 @@ def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
     (shards / "val.files.txt").unlink()
     shards.with_suffix(".csv").unlink()
     assert rows(shards)[1][0]["image"].startswith(f"{shards}/val-000000.tar, 000000")
-    ending = "is out of range: a path that ends in .csv"
-    for name, words in ((file, "exists; give another path"), (tmp_path / "a.txt", ending)):
+    for name, facts in ((file, "exists"), (tmp_path / "a.txt", ".csv")):
         error = refused(capsys, validate.main, "--checkpoint", run, "--predictions", name)
-        assert "predictions " in error and str(name) in error and words in error
+        assert_says(error, f"predictions {name} {facts}")
 
 
 def test_names_of_imagenet():
     assert predict.class_names(["n01440764", "sea"], 2) == ["tench, Tinca tinca", "sea"]
     assert predict.class_names(None, 1000)[1] == "goldfish, Carassius auratus"
     assert predict.class_names(None, 3) == ["0", "1", "2"]
-    refuse("has 1 names of classes and 2 outputs", lambda: predict.class_names(["sea"], 2))
+    refuse("--checkpoint 1 names 2 outputs", lambda: predict.class_names(["sea"], 2))
 
 
 def test_files_are_written_although_standard_output_is_closed(

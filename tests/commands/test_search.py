@@ -30,7 +30,7 @@ from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.weights import from_run
-from tests.support.refusals import refuse, unread
+from tests.support.refusals import assert_says, one_line, refuse, unread
 from tests.support.small_runs import arguments
 
 SIZES = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=6, depth=3, num_classes=3)
@@ -129,43 +129,52 @@ def test_groups_of_mlps_are_searched_exactly_with_the_heads_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "share, options, words",
+    "share, options, facts",
     [
         pytest.param(
             0.3,
             {},
-            "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already",
+            "share 0.3 18 heads 5 6 0.333",
             id="too small a share",
         ),
         pytest.param(
-            0.5, dict(router="dense", head_budget=None), "has no routed heads", id="a dense model"
+            0.5,
+            dict(router="dense", head_budget=None),
+            "MoHVisionTransformer heads moh_vision.convert",
+            id="a dense model",
         ),
         pytest.param(
-            0.5, dict(router="mae", head_budget=None), "its router runs all heads", id="MAE"
+            0.5,
+            dict(router="mae", head_budget=None),
+            "MoHVisionTransformer router all heads",
+            id="MAE",
         ),
         pytest.param(
-            0.5, dict(router="gated", head_budget=None), "its router runs all heads", id="gated"
+            0.5,
+            dict(router="gated", head_budget=None),
+            "MoHVisionTransformer router all heads",
+            id="gated",
         ),
     ],
 )
-def test_what_cannot_be_searched(share, options, words):
-    refuse(words, search_budget, vit(**options), lambda model: 0.0, share)
+def test_what_cannot_be_searched(share, options, facts):
+    refuse(facts, search_budget, vit(**options), lambda model: 0.0, share)
 
 
 # Models without routed MLPs -> what is said.
 WITHOUT_GROUPS = {
-    "routed heads": ({}, "has no routed groups to be chosen; train it with model.mlp_budget"),
+    "routed heads": ({}, "MoHVisionTransformer groups model.mlp_budget"),
     "dense": (
         dict(router="dense", head_budget=None),
-        "has no routed groups to be chosen; moh_vision.convert gives it some",
+        "MoHVisionTransformer groups moh_vision.convert",
     ),
 }
 
 
 @pytest.mark.parametrize("case", WITHOUT_GROUPS)
 def test_a_model_without_routed_mlps_has_no_groups_to_search(case):
-    options, words = WITHOUT_GROUPS[case]
-    refuse(words, search_budget, vit(**options), lambda model: 0.0, 0.5, parts="groups")
+    options, facts = WITHOUT_GROUPS[case]
+    refuse(facts, search_budget, vit(**options), lambda model: 0.0, 0.5, parts="groups")
 
 
 def test_a_loss_that_is_not_finite_is_named():
@@ -175,7 +184,7 @@ def test_a_loss_that_is_not_finite_is_named():
     def loss_of(model):
         return float("nan") if first.budget.active == 3 else 1.0
 
-    with pytest.raises(ValueError, match="the loss with 3 of 6 heads in layer 0 is nan"):
+    with one_line("loss 3 6 heads layer 0 nan"):
         search_budget(model, loss_of, 0.7)
     assert budget_pairs(model) == [[2, 2], [1, 3], [0, 4]]
 
@@ -292,8 +301,7 @@ SHARES = {"none": [], "both": ["--share", "0.5", "--mlp-share", "0.5"]}
 def test_one_share_is_asked_for(tmp_path, capsys, given):
     argv = ["search", "RUN", "--output", str(tmp_path / "a.yaml"), *SHARES[given]]
     assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert "give --share for heads, or --mlp-share for groups of the MLPs" in said
+    assert_says(capsys.readouterr().err, "--share heads --mlp-share groups")
 
 
 def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(

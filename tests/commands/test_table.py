@@ -17,6 +17,7 @@ from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.models.create import list_text_presets
 from tests.support import small_runs
+from tests.support.refusals import assert_says
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_diffusion(runs, run_command, refused):
     assert "FID" not in row and scores["label"] in out and "70 images against 355 of digits" in out
     assert f"sampler {scores['sampling']['sampler']}, steps {scores['sampling']['steps']}" in out
     error = refused("table", runs["unscored"])
-    assert f"{runs['unscored']} has no scores yet: python sample.py" in error
+    assert_says(error, f"{runs['unscored']} scores sample.py --score")
 
 
 def test_steps_are_those_of_the_weights(runs, tmp_path, run_command):
@@ -223,7 +224,7 @@ def test_suites(tmp_path, run_command, refused):
     assert paper["model"].startswith("MoH-LLM-S (Jin 2024, table 4") and paper["SciQ"] == "64.7"
     assert paper["average of moh-llm"] == "44.6" and "moh-llm, --limit 20" in out
     (tmp_path / "scores2.json").write_text(json.dumps(record))
-    assert "scores2.json and" in refused("table", tmp_path)
+    assert_says(refused("table", tmp_path), f"{tmp_path}/scores2.json {tmp_path}/scores.json")
 
 
 def test_rows_of_the_papers():

@@ -16,7 +16,7 @@ from moh_vision.diffusion import train as train_dit
 from moh_vision.engine import attention_record
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from tests.support.processes import on_two_ranks
-from tests.support.refusals import refuse, refused
+from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments, outcome
 
 # Two measurement tables that differ.
@@ -136,26 +136,28 @@ UNUSABLE = {
     "operators that are gone": (
         ("cpp", COLD),
         [None, None],
-        "attention.path: 'cpp' -> 'torch' (attention runs on torch)",
+        "attention.path 'cpp' 'torch'",
     ),
     "a table of another version": (
         ("torch", OLD_TABLE),
         ["torch", None],
-        "attention.table: a table has a limit",
+        "attention.table limit",
     ),
 }
 
 
-@pytest.mark.parametrize("stored, used, refused", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_run_that_cannot_resume_as_it_began_is_refused(tmp_path, stored, used, refused):
+@pytest.mark.parametrize("stored, used, facts", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_run_that_cannot_resume_as_it_began_is_refused(tmp_path, stored, used, facts):
     write_record(tmp_path, *stored)
-    assert goes_on(tmp_path, "torch", WARM, "") == (used, [refused], False)
+    taken, (refusal,), measures = goes_on(tmp_path, "torch", WARM, "")
+    assert (taken, measures) == (used, False)
+    assert_says(refusal, facts)
 
 
 def test_kernels_that_are_gone_are_refused(tmp_path):
     write_record(tmp_path, "triton", COLD)
-    words = "attention.path: 'triton' -> 'torch' (attention runs on torch)"
-    assert goes_on(tmp_path, "torch", WARM, device="cuda")[1] == [words]
+    _, (refusal,), _ = goes_on(tmp_path, "torch", WARM, device="cuda")
+    assert_says(refusal, "attention.path 'triton' 'torch'")
 
 
 DAMAGED = {
@@ -170,8 +172,7 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_record_is_refused(tmp_path, case):
     (tmp_path / "attention.json").write_text(DAMAGED[case])
-    words = "attention.json: not a record of attention that can be read"
-    refuse(words, goes_on, tmp_path, "cpp", COLD)
+    refuse("attention.json delete", goes_on, tmp_path, "cpp", COLD)
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -190,7 +191,8 @@ def on_a_rank(rank, folder):
     assert begun.line == f"attention runs in plain PyTorch on all processes {lacks}"
 
     compiled = AttentionRecord(folder)
-    assert compiled.refused == [f"attention.path: 'cpp' -> 'torch' {lacks}"]
+    (refusal,) = compiled.refused
+    assert_says(refusal, "attention.path 'cpp' 'torch' 1")
 
     machine = Machine("cpp" if rank else "torch", table)
     AttentionRecord(None)
@@ -203,7 +205,7 @@ def on_a_rank(rank, folder):
     # An error on one process is raised on both.
     if rank:
         machine.path = lambda device: int("nothing")
-    refuse("invalid literal", AttentionRecord, folder)
+    refuse("nothing", AttentionRecord, folder)
 
 
 def test_all_processes_use_the_same_path_and_table(tmp_path):
@@ -247,9 +249,8 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
 
     argv = train.options(compiled, 2, "off", *PACKED, "--optim.lr", "0.5")
     error = refused(capsys, train_dit.main, *argv)
-    reason = "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
-    assert f"attention.path: 'cpp' -> 'torch' ({reason}" in error
-    assert "optim.lr: " in error and "--allow-change KEY" in error
+    assert_says(error, "attention.path 'cpp' 'torch' MOH_VISION_KERNELS=off")
+    assert_says(error, f"{compiled} optim.lr 0.5 --allow-change")
     # A run that has ended leaves no path and no table behind in this process.
     assert building._used is None
     assert measurement_table._current is None

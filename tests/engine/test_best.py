@@ -8,6 +8,7 @@ import torch
 
 from moh_vision.common.io import write_tensors
 from moh_vision.engine.best import BEST, Best, earlier_scores, value_of
+from tests.support.refusals import one_line
 
 
 @pytest.mark.parametrize(
@@ -129,8 +130,12 @@ def test_only_the_file_says_which_weights_it_has(tmp_path):
     assert (best.value, best.step, best.waited) == (4.0, 2, 1)
 
 
-@pytest.mark.parametrize("metadata", [dict(best_top1=50.0, step=1), dict(best_loss=1.0)])
-def test_a_file_without_its_score_or_step_is_refused(tmp_path, metadata):
+@pytest.mark.parametrize(
+    "metadata, missing",
+    [(dict(best_top1=50.0, step=1), "best_loss"), (dict(best_loss=1.0), "step")],
+    ids=["score", "step"],
+)
+def test_a_file_without_its_score_or_step_is_refused(tmp_path, metadata, missing):
     write_best(tmp_path, **metadata)
-    with pytest.raises(ValueError, match=f"{tmp_path / BEST}: not a readable .safetensors file"):
+    with one_line(f"{tmp_path / BEST} {missing}"):
         Best("loss", write=True).replay(tmp_path, 1)

@@ -197,7 +197,7 @@ def on_a_rank(rank, folder, cases):
     assert train(replicated, range(3)) == pytest.approx(train(sharded, range(3)), rel=1e-4)
     averages = (dict(state.ema.module.state_dict()) for state in (replicated, sharded))
     torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-5)
-    with one_line("cannot be loaded into this model"):
+    with one_line("step_3 cannot loaded"):
         beginning("ddp frozen").restore(folder / "sharded:adamw" / "checkpoints" / "step_3")
     # Two processes resume from the checkpoint of one process.
     state = beginning("sharded head")
@@ -313,14 +313,13 @@ def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(tr
     for max_steps in (2, 3):
         assert resume_point(run, max_steps, fresh=False) == (2, run / "checkpoints" / "step_2")
     assert resume_point(run, 1, fresh=True) is None and latest_checkpoint(tmp_path / "none") is None
-    refuse("--max-steps 1: .* has already done 2 steps", resume_point, run, 1, fresh=False)
+    refuse(f"--max-steps 1 {run} 2", resume_point, run, 1, fresh=False)
 
 
 def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state = trained
     folder = run / "checkpoints" / "step_2"
     state.task.model.head = torch.nn.Linear(24, 6)  # as if the code of the model had changed
-    words = f"step_2, of moh_vision {moh_vision.__version__}, cannot be loaded into this model .*size mismatch"
-    refuse(words, state.restore, folder)
-    words = "cannot be loaded into this model .optimiser 0 has other parameters"
-    refuse(words, beginning("frozen").restore, folder)
+    facts = f"{folder} {moh_vision.__version__} model.head.weight 5 6"
+    refuse(facts, state.restore, folder)
+    refuse(f"{folder} optimiser 0", beginning("frozen").restore, folder)

@@ -15,7 +15,7 @@ from moh_vision.attention import load_balance_loss
 from moh_vision.classification import train as train_cls
 from moh_vision.engine.compiling import blocks_of, check_compilation, compile_task
 from tests.support.families import FAMILIES, awake
-from tests.support.refusals import refuse, refused
+from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments, script
 
 
@@ -71,7 +71,7 @@ def test_a_model_without_blocks_is_refused():
     task = nn.Module()
     task.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     refuse(
-        "compile blocks: Sequential is no sequence of equal blocks; allowed: ",
+        "compile blocks Sequential true false",
         compile_task,
         task,
         "blocks",
@@ -163,8 +163,7 @@ def test_attention_is_measured_in_the_mode_that_runs(
     assert any(attends(graph) for graph in graphs)
 
 
-GRAPHS_OVERWRITE = "PyTorch's CUDA graphs overwrite the gradients of the micro-batch before"
-# What accelerate is launched with, compile, accumulation -> the beginning of the message; "" where the run begins.
+# What accelerate is launched with, compile, accumulation -> what the refusal says; "" where the run begins.
 LAUNCHES = {
     "nothing": ({}, True, 2, ""),
     "the mode alone compiles nothing": (dict(MODE="reduce-overhead"), False, 2, ""),
@@ -174,38 +173,36 @@ LAUNCHES = {
         dict(BACKEND="inductor", MODE="reduce-overhead"),
         False,
         2,
-        f"dynamo_mode reduce-overhead with optim.accumulation 2: {GRAPHS_OVERWRITE}",
+        "dynamo_mode reduce-overhead optim.accumulation 2 1",
     ),
     "max-autotune, accumulation": (
         dict(BACKEND="inductor", MODE="max-autotune"),
         False,
         4,
-        f"dynamo_mode max-autotune with optim.accumulation 4: {GRAPHS_OVERWRITE}",
+        "dynamo_mode max-autotune optim.accumulation 4 1",
     ),
     "cudagraphs, accumulation": (
         dict(BACKEND="cudagraphs"),
         False,
         2,
-        f"dynamo_backend cudagraphs with optim.accumulation 2: {GRAPHS_OVERWRITE}",
+        "dynamo_backend cudagraphs optim.accumulation 2 1",
     ),
     "compiled twice": (
         dict(BACKEND="inductor"),
         "blocks",
         1,
-        "accelerate was launched with dynamo_backend inductor, and compile is blocks: give one of the two",
+        "accelerate dynamo_backend inductor compile blocks",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "launched, compiles, accumulation, problem", LAUNCHES.values(), ids=LAUNCHES
-)
-def test_what_accelerate_compiles(launched, compiles, accumulation, problem, monkeypatch):
+@pytest.mark.parametrize("launched, compiles, accumulation, facts", LAUNCHES.values(), ids=LAUNCHES)
+def test_what_accelerate_compiles(launched, compiles, accumulation, facts, monkeypatch):
     for name, value in launched.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
     accelerator = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=TorchDynamoPlugin()))
-    if problem:
-        refuse(problem, check_compilation, accelerator, compiles, accumulation)
+    if facts:
+        refuse(facts, check_compilation, accelerator, compiles, accumulation)
     else:
         check_compilation(accelerator, compiles, accumulation)
 
@@ -215,7 +212,7 @@ def test_inductor_is_told_to_use_graphs(compiles, monkeypatch, capsys, tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
     argv = arguments("cls", tmp_path / "run", 1, 1, "--compile", compiles)
     error = refused(capsys, train_cls.main, *argv, "--optim.accumulation", 2)
-    assert f"TORCHINDUCTOR_CUDAGRAPHS 1 with optim.accumulation 2: {GRAPHS_OVERWRITE}" in error
+    assert_says(error, "TORCHINDUCTOR_CUDAGRAPHS 1 optim.accumulation 2")
     assert not (tmp_path / "run").exists()
 
 
@@ -226,4 +223,4 @@ def test_gates_are_not_compiled_by_accelerate_either(
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
     argv = arguments("text", tmp_path / "run", 1, 1)
     error = refused(capsys, script("text").main, *argv)
-    assert "compile inductor: a model with MAE's gates cannot be trained compiled" in error
+    assert_says(error, "compile inductor MAE's")

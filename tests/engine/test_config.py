@@ -15,7 +15,7 @@ from moh_vision.engine.keys import changed_keys
 from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 from tests.support.paths import ROOT
-from tests.support.refusals import one_line, refuse
+from tests.support.refusals import assert_says, one_line, refuse
 
 CONFIG_CLASSES = dict(cls=ClsConfig, dit=DitConfig, sample=SampleConfig)
 DRAW = "--checkpoint run --grid g.png"
@@ -69,53 +69,53 @@ def test_options(tmp_path, case):
     assert {name: attrgetter(name)(config) for name in values} == values
 
 
-@pytest.mark.parametrize("script, text, argv, words", [
-    ("cls", "", "--optim.learning-rate 1", "unknown key 'optim.learning_rate', did you mean 'optim.lr'"),
-    ("cls", "", "--name x", "unknown key 'name', did you mean 'model.name'"),
-    ("cls", "", "--zebra 1", "unknown key 'zebra'; --help lists the known ones"),
-    ("cls", "", "--seed many", 'key "seed": Expected int. Got value: many'),
-    ("cls", "", "--model 5", "is a section of keys"),
-    ("cls", "", "--model '{dpeth: 3}'", "unknown key 'model.dpeth', did you mean 'model.depth'"),
-    ("sample", "", "--steps 5", "--checkpoint is needed"),
-    ("cls", "", "--config text/wt103", "train_text.py takes this file; .*wt103.yaml: unknown key"),
-    ("cls", "", "--config /no/where.yaml", "--config /no/where.yaml: no such file"),
-    ("cls", "", "--config cls/cifar10_vit", "--config cls/cifar10_vit: no such file, did you mean cls/cifar10_vit_cpu"),
-    ("cls", "", "--allow-change optim.lrr", "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
-    ("cls", "", "--allow-change optim.name", "--allow-change optim.name: a checkpoint keeps the state of its own optimiser"),
-    ("cls", "", "--optim.warmup_epochs 1 --optim.warmup_steps 1", "are the same thing: give one"),
+@pytest.mark.parametrize("script, text, argv, facts", [
+    ("cls", "", "--optim.learning-rate 1", "optim.learning_rate optim.lr"),
+    ("cls", "", "--name x", "'name' 'model.name'"),
+    ("cls", "", "--zebra 1", "zebra --help"),
+    ("cls", "", "--seed many", "seed int many"),
+    ("cls", "", "--model 5", "model section 5"),
+    ("cls", "", "--model '{dpeth: 3}'", "model.dpeth model.depth"),
+    ("sample", "", "--steps 5", "--checkpoint needed"),
+    ("cls", "", "--config text/wt103", "wt103.yaml train_text.py"),
+    ("cls", "", "--config /no/where.yaml", "--config /no/where.yaml"),
+    ("cls", "", "--config cls/cifar10_vit", "--config cls/cifar10_vit cls/cifar10_vit_cpu"),
+    ("cls", "", "--allow-change optim.lrr", "--allow-change optim.lrr optim.lr"),
+    ("cls", "", "--allow-change optim.name", "--allow-change optim.name optimiser"),
+    ("cls", "", "--optim.warmup_epochs 1 --optim.warmup_steps 1", "optim.warmup_epochs optim.warmup_steps"),
     # Keys without effect.
-    ("cls", "", "--data.auto_augment rand-m9", "data.auto_augment 'rand-m9' needs data.augment imagenet"),
-    ("cls", "", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # although it is the default
-    ("cls", "optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
-    ("cls", "optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
-    ("cls", "model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
-    ("cls", "", "--model.mlp_groups 4", "^model.mlp_groups 4 needs model.mlp_budget"),
-    ("cls", "", "--model.name pretrained --model.pretrained x --model.mlp_budget 0.5 --model.mlp_groups 4", "^model.mlp_groups 4 needs model.pretrained left out"),
-    ("cls", "", "--model.router dense --model.scope sample", "^model.scope 'sample' needs a model that routes its heads"),
-    ("cls", "", "--model.router dense --model.mlp_budget 0.5 --model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes"),
-    ("dit", "", "--model.name dit_small_patch2 --balance_weight 0.1", "^balance_weight 0.1 needs router moh or query_norm, or model.mlp_budget"),
+    ("cls", "", "--data.auto_augment rand-m9", "data.auto_augment 'rand-m9' data.augment imagenet"),
+    ("cls", "", "--data.crop_scale 0.08 1", "data.crop_scale 0.08 1.0 data.augment imagenet"),  # although it is the default
+    ("cls", "optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "c.yaml optim.min_lr 0.0001 optim.schedule constant"),
+    ("cls", "optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "optim.min_lr 0.0002 optim.schedule constant"),
+    ("cls", "model: {router: dense}", "--model.head_budget 0.5", "model.head_budget 0.5 routes"),
+    ("cls", "", "--model.mlp_groups 4", "model.mlp_groups 4 model.mlp_budget"),
+    ("cls", "", "--model.name pretrained --model.pretrained x --model.mlp_budget 0.5 --model.mlp_groups 4", "model.mlp_groups 4 model.pretrained"),
+    ("cls", "", "--model.router dense --model.scope sample", "model.scope 'sample' routes"),
+    ("cls", "", "--model.router dense --model.mlp_budget 0.5 --model.head_budget 0.5", "model.head_budget 0.5 routes"),
+    ("dit", "", "--model.name dit_small_patch2 --balance_weight 0.1", "balance_weight 0.1 router moh query_norm model.mlp_budget"),
     # Mistakes in files.
-    ("cls", "model: {dept: 3}", "", "c.yaml: unknown key 'model.dept', did you mean 'model.depth'"),
-    ("cls", "hello", "", "c.yaml: expected keys and values, found str"),
-    ("cls", "a: &a [x, x]\nmodel: {kwargs: {b: [*a, *a]}}", "", "c.yaml: .*an alias, \\*a; write the value out"),
-    ("cls", "# " + "x" * 2**21, "", "c.yaml: .*a configuration has at most 1048576"),
-    ("cls", "optim: 3", "", 'c.yaml: key "optim" is a section of keys, got 3'),
-    ("cls", "fresh: true", "", "c.yaml: fresh is an option of one call, which no file holds: --fresh"),
-    ("cls", "base: nowhere", "", "c.yaml: base nowhere: no such file"),
-    ("cls", "base: c.yaml", "", "c.yaml: base 'c.yaml': expected a file, and at most 20 of them upon each other"),
-    ("cls", "base: b.yaml", "", "b.yaml: unknown key 'modle', did you mean 'model'"),
+    ("cls", "model: {dept: 3}", "", "c.yaml model.dept model.depth"),
+    ("cls", "hello", "", "c.yaml keys str"),
+    ("cls", "a: &a [x, x]\nmodel: {kwargs: {b: [*a, *a]}}", "", "c.yaml alias *a"),
+    ("cls", "# " + "x" * 2**21, "", "c.yaml 1048576"),
+    ("cls", "optim: 3", "", "c.yaml optim section 3"),
+    ("cls", "fresh: true", "", "c.yaml --fresh"),
+    ("cls", "base: nowhere", "", "c.yaml base nowhere"),
+    ("cls", "base: c.yaml", "", "c.yaml base 'c.yaml' 20"),
+    ("cls", "base: b.yaml", "", "b.yaml 'modle' 'model'"),
     # Keys that stand twice. YAML forbids them, but PyYAML silently keeps the last one.
-    ("cls", "model: {depth: 2}\noptim: {lr: 1.0}\nmodel: {num_heads: 3}", "", "c.yaml: line 3: 'model' is on line 1 already; keep one"),
-    ("cls", "optim:\n  lr: 1.0\n  eps: 1.0\n  lr: 2.0", "", "c.yaml: line 4: 'lr' is on line 2 already"),
-    ("cls", "model: {kwargs: {a: 1, a: 2}}", "", "c.yaml: line 1: 'a' is in it twice"),
-    ("cls", "model.depth: 3\nmodel: {depth: 2}", "", "c.yaml: model.depth is there twice"),
-    ("cls", "", "--model '{depth: 3, depth: 2}'", "--model: line 1: 'depth' is in it twice"),
-    ("cls", "", "--model.kwargs '{a: 1, a: 2}'", "--model.kwargs: line 1: 'a' is in it twice"),
-    ("cls", "seed: many", "--log-every 3", 'c.yaml: key "seed": Expected int. Got value: many'),
+    ("cls", "model: {depth: 2}\noptim: {lr: 1.0}\nmodel: {num_heads: 3}", "", "c.yaml 3 'model' 1"),
+    ("cls", "optim:\n  lr: 1.0\n  eps: 1.0\n  lr: 2.0", "", "c.yaml 4 'lr' 2"),
+    ("cls", "model: {kwargs: {a: 1, a: 2}}", "", "c.yaml 1 'a' twice"),
+    ("cls", "model.depth: 3\nmodel: {depth: 2}", "", "c.yaml model.depth twice"),
+    ("cls", "", "--model '{depth: 3, depth: 2}'", "--model 1 'depth' twice"),
+    ("cls", "", "--model.kwargs '{a: 1, a: 2}'", "--model.kwargs 1 'a' twice"),
+    ("cls", "seed: many", "--log-every 3", "c.yaml seed int many"),
 ])  # fmt: skip
-def test_mistakes_are_one_line(tmp_path, script, text, argv, words):
+def test_mistakes_are_one_line(tmp_path, script, text, argv, facts):
     (tmp_path / "b.yaml").write_text("modle: 1")
-    refuse(words, written, tmp_path, script, text, argv)
+    refuse(facts, written, tmp_path, script, text, argv)
 
 
 NOT_YAML = {
@@ -134,7 +134,7 @@ NOT_YAML = {
 def test_files_that_are_no_yaml(tmp_path, content):
     file = tmp_path / "c.yaml"
     file.write_bytes(content)
-    with one_line(f"{file}: not readable as YAML") as error:
+    with one_line(f"{file} YAML") as error:
         parse("--config", str(file))
     assert len(str(error.value)) < 2000
 
@@ -148,8 +148,7 @@ def test_texts_are_only_texts():
 def test_arguments_that_the_data_decide():
     model = parse("--model.kwargs", "{num_classes: 5, drop_rate: 0.1}").model
     model.refuse_other(num_classes=5, in_chans=1)
-    words = "model.kwargs.num_classes 5 has no effect: the data and other keys make it 10"
-    refuse(words, model.refuse_other, num_classes=10)
+    refuse("model.kwargs.num_classes 5 10", model.refuse_other, num_classes=10)
 
 
 def test_changed_keys():
@@ -334,9 +333,7 @@ def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
     assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith(f"test: left out of {file}, without effect here: ")
-    needs = "(needs optim.schedule other than constant), model.head_budget 0.5 (needs a model"
-    assert f"optim.min_lr 0.0001 {needs}" in said
+    assert_says(said, f"{file} optim.min_lr 0.0001 optim.schedule constant model.head_budget 0.5")
     # The configuration that the run saves has no such keys left, and reads back without a line.
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))
     assert parse("--config", str(tmp_path / "run.yaml")) == config
@@ -437,13 +434,18 @@ def test_what_a_file_takes_from_its_base(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entries",
-    ["kwargs.a: 1, kwargs: {b: 2}", "kwargs: {b: 2}, kwargs.a: 1", "kwargs.a: 1, kwargs.a.b: 2"],
+    "entries, facts",
+    [
+        ("kwargs.a: 1, kwargs: {b: 2}", "model.kwargs model.kwargs.a"),
+        ("kwargs: {b: 2}, kwargs.a: 1", "model.kwargs model.kwargs.a"),
+        ("kwargs.a: 1, kwargs.a.b: 2", "model.kwargs.a model.kwargs.a.b"),
+    ],
+    ids=["entry first", "mapping first", "entry of an entry"],
 )
-def test_a_file_sets_an_entry_of_a_mapping_once(tmp_path, entries):
+def test_a_file_sets_an_entry_of_a_mapping_once(tmp_path, entries, facts):
     """Which of the two is meant would follow from their order, which YAML says means nothing."""
     (tmp_path / "c.yaml").write_text(f"model: {{{entries}}}\n")
-    refuse("set the same entry; keep one of the two", parse, "--config", str(tmp_path / "c.yaml"))
+    refuse(f"c.yaml same {facts}", parse, "--config", str(tmp_path / "c.yaml"))
 
 
 def test_dense_families_have_no_routers():
@@ -481,4 +483,4 @@ def test_validation_has_keys_of_its_own(tmp_path, capsys):
     (tmp_path / "own.yaml").write_text("max_steps: 3\ndata: {eval_batch_size: 7}\n")
     config = validation("--config", str(tmp_path / "own.yaml"), "--checkpoint", str(tmp_path))
     assert (config.data.root, config.data.eval_batch_size) == (None, 7)
-    refuse("unknown key 'dry_run'", validation, "--checkpoint", "x", "--dry-run")
+    refuse("dry_run", validation, "--checkpoint", "x", "--dry-run")

@@ -81,8 +81,7 @@ def test_groups_alone_are_elastic_where_all_heads_run():
     with elastic.running(model, "0.5"):
         assert sum(groups(model)) == 12 and active(model) == [8, 8, 8]
     assert "50.0 to 100.0 % of the groups of MLPs" in str(elastic)
-    words = "both ends run equally many groups of MLPs"
-    refuse(words, ElasticBudget, model, (0.99, 1.0), seed=0)
+    refuse("budget_range [0.99, 1.0] equally groups", ElasticBudget, model, (0.99, 1.0), seed=0)
 
 
 # Case -> (arguments of the model, the range, what the error says).
@@ -90,36 +89,44 @@ BAD_RANGES = {
     "falling": (
         {},
         (1.0, 0.5),
-        r"budget_range \[1.0, 0.5\]: expected two shares above 0 and up to 1, the smallest first",
+        "budget_range [1.0, 0.5] 0 1 smallest first",
     ),
-    "above 1": ({}, (0.5, 1.5), r"budget_range \[0.5, 1.5\]: expected two shares"),
-    "a shape and a number": ({}, ("uniform:0.5", 1.0), "expected two shares"),
-    "an unknown shape": ({}, ("0.5:0.4", "1:0.4"), "expected two shares"),
-    "too narrow": ({}, (0.99, 1.0), "both ends run equally many heads"),
+    "above 1": ({}, (0.5, 1.5), "budget_range [0.5, 1.5] 0 1"),
+    "a shape and a number": ({}, ("uniform:0.5", 1.0), "budget_range uniform:0.5 1.0"),
+    "an unknown shape": ({}, ("0.5:0.4", "1:0.4"), "budget_range 0.5:0.4 1:0.4 uniform:0.5"),
+    "too narrow": ({}, (0.99, 1.0), "budget_range [0.99, 1.0] equally heads"),
     "below the shared heads": (
         dict(head_budget=0.9),
         (0.2, 1.0),
-        "the shared heads and one routed head per layer .*: give the smallest share there",
+        "budget_range [0.2, 1.0] 12 24 0.5 model.head_budget",
     ),
     "below the shared groups": (
         dict(scope="sample", head_budget=0.5, mlp_budget=0.9),
         (0.4, 1.0),
-        "mlp_budget 'ramp:0.4': the shared groups and .*; model.mlp_budget says how many groups are shared: give the smallest",
+        "budget_range [0.4, 1.0] 12 24 groups 0.5 model.mlp_budget",
     ),
     "a layer without routed heads": (
         dict(head_budget=[[4, 1], [4, 4], [8, 0]]),
         (0.5, 1.0),
-        "layer 2 has no routed heads, all 8 are shared; model.head_budget",
+        "budget_range [0.5, 1.0] layer 2 8 shared model.head_budget",
     ),
-    "a dense model": (dict(router="dense"), (0.5, 1.0), "the model has no routed heads"),
-    "gated": (dict(router="gated"), (0.5, 1.0), "the model has no routed heads"),
-    "MAE": (dict(router="mae"), (0.5, 1.0), "the model has no routed heads"),
+    "a dense model": (
+        dict(router="dense"),
+        (0.5, 1.0),
+        "budget_range [0.5, 1.0] routed moh_vision.convert",
+    ),
+    "gated": (
+        dict(router="gated"),
+        (0.5, 1.0),
+        "budget_range [0.5, 1.0] routed moh_vision.convert",
+    ),
+    "MAE": (dict(router="mae"), (0.5, 1.0), "budget_range [0.5, 1.0] routed moh_vision.convert"),
 }
 
 
-@pytest.mark.parametrize("options, ends, words", BAD_RANGES.values(), ids=BAD_RANGES)
-def test_ranges_that_cannot_be(options, ends, words):
-    refuse(words, ElasticBudget, small_model(**options), ends, seed=0)
+@pytest.mark.parametrize("options, ends, facts", BAD_RANGES.values(), ids=BAD_RANGES)
+def test_ranges_that_cannot_be(options, ends, facts):
+    refuse(facts, ElasticBudget, small_model(**options), ends, seed=0)
 
 
 def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):

@@ -44,7 +44,7 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, no_pause
     host = socket.gethostname()
 
     def assert_refused():
-        with one_line(f"--output {tmp_path}: process {pid} on {host} is writing there"):
+        with one_line(f"--output {tmp_path} {pid} {host}"):
             with only_one(tmp_path, "--output", with_children):
                 pass
 

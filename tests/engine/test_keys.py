@@ -175,10 +175,9 @@ def test_a_value_of_another_type_is_refused_in_a_file(config_class, tmp_path):
             argv = []
             if "checkpoint" in keys_of(config_class) and name != "checkpoint":
                 argv = ["--checkpoint", "run"]
-            with one_line(f'^{file}: key "{name}": Expected ') as error:
-                parse_config(config_class, [*argv, "--config", str(file)], "test")
             got = "null" if value is None else str(value)
-            assert str(error.value).endswith(f"Got value: {got}")
+            with one_line(f"{file} {name} Expected {got}"):
+                parse_config(config_class, [*argv, "--config", str(file)], "test")
             tried += 1
     assert tried > 3 * len(keys_of(config_class))
 
@@ -228,26 +227,27 @@ def test_a_value_out_of_its_range_is_refused(config_class):
         wrong, fine = outside(found, section)
         for value in wrong:
             text = value if isinstance(value, str) else dump(value)
-            with one_line(f"^{name} .* is out of range: .") as error:
+            allowed = found.limits or "a finite number"
+            if "num_images" in name:
+                allowed = ""
+            with one_line(f"{name} {found.as_type(value, name)} {allowed}"):
                 parse(config_class, f"--{name}={text}")
             tried += 1
-            if "num_images" not in name:
-                assert str(error.value).endswith(found.limits or "a finite number")
         for value in fine:
             found.check(found.as_type(value, name), name, section)
     assert tried > 2
 
 
 def test_a_section_that_code_makes_is_checked_too():
-    refuse("lr inf is out of range", OptimConfig, lr=math.inf)
-    refuse('key "data.repeats": Expected int. Got value: x', ClsDataConfig, repeats="x")
+    refuse("lr inf", OptimConfig, lr=math.inf)
+    refuse("data.repeats int x", ClsDataConfig, repeats="x")
 
 
 def test_a_list_has_one_value_at_least():
     for config_class, name in ((ClsConfig, "model.head_budget"), (SampleConfig, "classes")):
-        refuse(f"{name} \\[\\] is out of range: at least one", parse, config_class, f"--{name}=[]")
+        refuse(f"{name} [] one", parse, config_class, f"--{name}=[]")
     # Numbers are checked at any depth.
-    with one_line(r"model.head_budget \[\(1, -1\)\] is out of range: at least 0"):
+    with one_line("model.head_budget [(1, -1)] 0"):
         parse(ClsConfig, "--model.head_budget", "[[1, -1]]")
 
 
@@ -255,7 +255,7 @@ def test_whole_numbers_are_compared_as_such():
     """As floats, 2**63 - 1 and 2**63 would be equal."""
     assert parse(ClsConfig, "--seed", str(2**63 - 1)).seed == 2**63 - 1
     for wrong in (2**63, 10**400):
-        refuse("seed 9223372036854775808|seed 1000", parse, ClsConfig, "--seed", str(wrong))
+        refuse(f"seed {2**63 - 1}", parse, ClsConfig, "--seed", str(wrong))
 
 
 # ---------------------------------------------------------------- keys without effect
@@ -442,8 +442,7 @@ def test_nobody_reads_the_help_to_its_end(monkeypatch):
 def test_the_whole_text_of_keys_and_sections(config_class, names, shown, capsys):
     text = helped(config_class, ["--help", *names.split()], capsys)
     assert all(words in text for words in shown) and "--mix" not in text and text.endswith(".\n")
-    words = "--help modle: no such key or section"
-    refuse(words, parse_config, ClsConfig, ["--help", "modle"], "script.py")
+    refuse("--help modle", parse_config, ClsConfig, ["--help", "modle"], "script.py")
 
 
 def test_a_key_with_another_default_keeps_its_text_and_range():

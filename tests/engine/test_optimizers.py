@@ -17,20 +17,18 @@ from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import set_learning_rate
 from moh_vision.engine.step_folders import latest_checkpoint
 from moh_vision.language import create_text_model
-from tests.support.refusals import refuse, refused
+from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments, same
 
 
 def test_names():
     assert {"nadamw", "lion", "muon", "adamuon"} <= set(names())
     assert check_sharded("muon") is None
-    words = "optim.name 'adamuon' does not work with FSDP: launch with DDP"
-    refuse(words, check_sharded, "adamuon")
+    refuse("optim.name 'adamuon' FSDP DDP", check_sharded, "adamuon")
     # kron is left out: its state lacks its random numbers, so a run could not resume with the same bits.
-    suggestions = dict(adamww="did you mean .*adamw", AdamW="did you mean adamw", kron="")
-    for name, words in suggestions.items():
-        unknown = f"optim.name '{name}' is not one of timm's optimisers"
-        refuse(f"{unknown}.*{words}", OptimConfig, name=name)
+    suggestions = dict(adamww="adamw", AdamW="adamw", kron="")
+    for name, suggested in suggestions.items():
+        refuse(f"optim.name '{name}' timm's {suggested}", OptimConfig, name=name)
 
 
 # Name -> default (betas, eps, momentum); None where the optimiser has no such argument.
@@ -159,5 +157,5 @@ def test_a_state_that_cannot_be_saved_is_refused_before_step_0(tmp_path, capsys,
 
     monkeypatch.setattr("moh_vision.classification.train.make_optimizer", with_odd_option)
     error = refused(capsys, train_cls.main, *arguments("cls", tmp_path / "run", 2, 1))
-    assert "optim.name 'adamw' cannot be saved: its option odd is" in error
+    assert_says(error, "optim.name 'adamw' saved odd")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -62,8 +62,8 @@ def test_the_warm_up_of_auto_begins_where_asked():
 
 @pytest.mark.parametrize("option", ["--optim.epochs", "--optim.warmup_epochs"])
 def test_epochs_and_steps_of_the_images_are_two_schedules(option):
-    words = "max_steps auto: leave out optim.epochs and optim.warmup_epochs"
-    refuse(words, parse_config, ClsConfig, ["--max-steps", "auto", option, "3"], "t")
+    facts = "max_steps auto optim.epochs optim.warmup_epochs"
+    refuse(facts, parse_config, ClsConfig, ["--max-steps", "auto", option, "3"], "t")
 
 
 def write_pictures(root):

@@ -36,7 +36,7 @@ from moh_vision.models.weights import create, from_run
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
 from tests.support.pictures import write_folder
-from tests.support.refusals import refused
+from tests.support.refusals import assert_says, refused
 from tests.support.small_runs import arguments, entries, logged, results, same, script
 
 STEPS = 30
@@ -117,35 +117,34 @@ def test_checkpointing_computes_each_block_twice_and_changes_no_bit(
 def test_a_changed_configuration_is_refused(runs, capsys):
     argv = arguments("cls", runs[0] / "cls", STEPS, 4, "--optim.lr", "0.5")
     error = refused(capsys, script("cls").main, *argv)
-    assert "another configuration" in error
-    assert "optim.lr: 0.003 -> 0.5" in error
-    assert "--allow-change" in error
+    assert_says(error, f"{runs[0]}/cls optim.lr 0.003 0.5 --allow-change --fresh")
     config = runs[0] / "cls" / "config.yaml"
     before = config.read_text()
     argv = ["--config", config, "--model.depth", 3, "--allow-change", "model.depth"]
-    assert "cannot be loaded into this model" in refused(capsys, script("cls").main, *argv)
+    error = refused(capsys, script("cls").main, *argv)
+    assert_says(error, f"{runs[0]}/cls/checkpoints/step_{STEPS} model.blocks.2.norm1.weight")
     assert config.read_text() == before, "the run's own command still goes on"
 
 
-@pytest.mark.parametrize("task, argv, words", [
-    ("cls", "--model.head_budget 1.5", "head_budget 1.5 is not understood"),
-    ("cls", "--data.root /no/where", "data.root /no/where: no such folder"),
-    ("cls", "--data.img_size 1000000", "data.img_size 1000000: a batch of 128 such images takes 476,837 GiB, this"),
-    ("cls", "--model.embed_dim 30000000 --model.head_budget 1", "cannot be made: "),
-    ("cls", "--data.img_size 9", "img_size 9 is not a multiple of patch_size 2"),
-    ("cls", "--model.name moh_vit_smal", "'moh_vit_smal' is not a registered model, did you mean moh_vit_"),
-    ("cls", "--model.name vit_small_patch16_224", "has no head routing; a dense ViT is moh_vit_*"),
-    ("cls", "--model.name dit_small_patch2 --model.head_budget null", "is a diffusion model, a classifier model is needed, did you mean moh_vit_"),
-    ("cls", "--model.kwargs '{headz: 3}'", "headz"),
-    ("cls", "--optim.batch_size 7 --optim.accumulation 2", "batch_size 7 is not a multiple of accumulation 2"),
-    ("cls", "--init-from /no/where", "init_from /no/where: no such file or folder"),
-    ("dit", "--model.name DiT-S/2", "is not a registered model, did you mean dit_small_patch2?"),
-    ("dit", "--preview.every 5 --preview.steps 600", "preview.steps 600: the steps of DDIMScheduler would begin at"),
-    ("dit", "--preview.every 5 --preview.classes 12", "preview.classes 12: no such class; there are 10"),
+@pytest.mark.parametrize("task, argv, facts", [
+    ("cls", "--model.head_budget 1.5", "head_budget 1.5 0 1 'uniform:0.75' pair"),
+    ("cls", "--data.root /no/where", "data.root /no/where folder hfds/NAME digits"),
+    ("cls", "--data.img_size 1000000", "data.img_size 1000000 128 476,837 GiB"),
+    ("cls", "--model.embed_dim 30000000 --model.head_budget 1", "moh_vit_tiny_patch16_224 bytes"),
+    ("cls", "--data.img_size 9", "img_size 9 multiple patch_size 2"),
+    ("cls", "--model.name moh_vit_smal", "model.name 'moh_vit_smal' moh_vit_small_patch16_224"),
+    ("cls", "--model.name vit_small_patch16_224", "model.name 'vit_small_patch16_224' moh_vit_* model.router dense"),
+    ("cls", "--model.name dit_small_patch2 --model.head_budget null", "model.name 'dit_small_patch2' diffusion classifier moh_vit_small_patch16_224"),
+    ("cls", "--model.kwargs '{headz: 3}'", "'headz' model.kwargs"),
+    ("cls", "--optim.batch_size 7 --optim.accumulation 2", "optim.batch_size 7 multiple accumulation 2"),
+    ("cls", "--init-from /no/where", "init_from /no/where"),
+    ("dit", "--model.name DiT-S/2", "model.name 'DiT-S/2' dit_small_patch2"),
+    ("dit", "--preview.every 5 --preview.steps 600", "preview.steps 600 DDIMScheduler 599 divisor 1000"),
+    ("dit", "--preview.every 5 --preview.classes 12", "preview.classes 12 10 0 9"),
 ])  # fmt: skip
-def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, capsys, task, argv, words):
+def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, capsys, task, argv, facts):
     common = ["--config", f"quickstart/{task}", "--output", tmp_path / "run"]
-    assert words in refused(capsys, script(task).main, *common, *shlex.split(argv))
+    assert_says(refused(capsys, script(task).main, *common, *shlex.split(argv)), facts)
     assert not list(tmp_path.iterdir())
 
 
@@ -161,11 +160,11 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
     assert 0 < out.index("init_from: pos_embed is ") < out.index("active heads: 12 of 16 (75.0 %)")
     assert "parameters:" in out and "MACs:" in out and "attention runs " in out
     assert f"init_from: weights of {runs[0]}/{task}/ema.safetensors\n" in out
-    for more, words in (("embed_dim=64", ", the model needs ["), ("router=dense", "does not fit")):
+    for more, facts in (("embed_dim=64", "shape model.name"), ("router=dense", "fit")):
         with pytest.raises(SystemExit, match="2"):
             script(task).main([*argv, f"--model.{more}"])
         out, error = capsys.readouterr()
-        assert words in error.splitlines()[-1]
+        assert_says(error.splitlines()[-1], f"init_from {runs[0]}/{task} {facts}")
         assert "init_from" not in out
         assert not (tmp_path / "run").exists()
 
@@ -192,16 +191,20 @@ def test_a_line_says_if_weights_begin_with_other_heads(tmp_path, capsys, task):
 
 # Case -> (tasks, output folder and options); {run} is the folder of a run of 2 steps.
 REFUSED_SET_UPS = {
-    "another run": ("cls dit text clm", "{run} --seed 1"),
-    "a file": ("cls dit text clm", "{run}/config.yaml"),
-    "no run": ("cls dit text clm", "{other}"),
-    "a damaged log": ("cls dit text clm", "{damaged}"),
-    "a teacher": ("cls", "{new} --distill.teacher ./none"),
-    "another teacher": ("dit", "{new} --repa.teacher ./none"),
-    "classes": ("dit", "{new} --preview.every 1 --preview.classes dog"),
-    "a reference": ("dit", "{new} --score.every 1 --score.reference none.npz"),
-    "weights": ("text clm", "{new} --init-from none"),
-    "nothing to do": ("text clm", "{new} --max-steps 0"),
+    "another run": ("cls dit text clm", "{run} --seed 1", "--output {run} seed 0 1"),
+    "a file": ("cls dit text clm", "{run}/config.yaml", "--output {run}/config.yaml file"),
+    "no run": ("cls dit text clm", "{other}", "--output {other} empty"),
+    "a damaged log": ("cls dit text clm", "{damaged}", "{damaged}/metrics.jsonl 1"),
+    "a teacher": ("cls", "{new} --distill.teacher ./none", "distill.teacher ./none"),
+    "another teacher": ("dit", "{new} --repa.teacher ./none", "repa.block 8 1 2"),
+    "classes": ("dit", "{new} --preview.every 1 --preview.classes dog", "preview.classes dog 10"),
+    "a reference": (
+        "dit",
+        "{new} --score.every 1 --score.reference none.npz",
+        "score.reference none.npz",
+    ),
+    "weights": ("text clm", "{new} --init-from none", "init_from none"),
+    "nothing to do": ("text clm", "{new} --max-steps 0", "max_steps 0 init_from model.pretrained"),
 }
 
 
@@ -215,10 +218,13 @@ def test_a_dry_run_refuses_what_the_run_refuses(trained, tmp_path, capsys, task,
     damaged = shutil.copytree(run, tmp_path / "damaged")
     (damaged / "metrics.jsonl").write_text("[1]\n")
     folders = dict(run=run, other=tmp_path / "other", damaged=damaged, new=tmp_path / "new")
-    output, *more = REFUSED_SET_UPS[case][1].format(**folders).split()
+    _, options, facts = (text.format(**folders) for text in REFUSED_SET_UPS[case])
+    output, *more = options.split()
     argv = arguments(task, output, 2, 100, *more)
     main = script(task).main
-    assert refused(capsys, main, *argv) == refused(capsys, main, *argv, "--dry-run")
+    error = refused(capsys, main, *argv)
+    assert_says(error, facts)
+    assert error == refused(capsys, main, *argv, "--dry-run")
     assert not (tmp_path / "new").exists()
 
 
@@ -227,10 +233,11 @@ def test_a_step_that_cannot_fit_in_memory_is_refused(tmp_path, capsys, monkeypat
     """The system would kill such a run. With activation checkpointing the same step fits."""
     monkeypatch.setattr(set_up, "memory_limit", lambda device: 2**16)
     argv = arguments(task, tmp_path / "run", 1, 1)
-    words = "a step of 8 images of 8 x 8 pixels or latents keeps at least "
-    assert words in refused(capsys, script(task).main, *argv)
+    error = refused(capsys, script(task).main, *argv)
+    assert_says(error, "8 images GiB optim.batch_size optim.accumulation --checkpointing")
     script(task).main([*argv, "--dry-run"])  # the run may be meant for a larger machine
-    assert f"refused on this machine: {words}" in capsys.readouterr().out
+    refusal = error.partition("error: ")[2]
+    assert f"refused on this machine: {refusal}" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
     script(task).main([*argv, "--checkpointing"])
     assert (tmp_path / "run" / "model.safetensors").exists()
@@ -282,8 +289,7 @@ def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, caps
     (empty / "model.safetensors").unlink()
     (empty / "ema.safetensors").unlink()
     error = refused(capsys, sample.main, "--checkpoint", empty, "--grid", tmp_path / "never.png")
-    words = "holds no ema.safetensors or model.safetensors; a run writes them at its checkpoints"
-    assert f"{empty} {words}" in error
+    assert_says(error, f"{empty} ema.safetensors model.safetensors")
 
 
 @pytest.mark.slow
@@ -338,7 +344,7 @@ def test_samples_of_digits_are_scored_and_replace_others_with_overwrite(runs, tm
     argv += ["--out", f"{tmp_path}/folder", "--num-images"]
     sample.main([*argv, "5"])
     error = refused(capsys, sample.main, *argv, 5)
-    assert "exists; give another path, or --overwrite" in error
+    assert_says(error, f"--out {tmp_path}/folder exists --overwrite")
     sample.main([*argv, "2", "--overwrite", "true"])
     assert len(list((tmp_path / "folder").glob("*.png"))) == 2
     fewer = SampleConfig(checkpoint=f"{folder}/dit", head_budget=0.5, out="x")
@@ -368,16 +374,15 @@ def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
     export_weights(torch.nn.Linear(2, 2), tmp_path / "text" / "model.safetensors", text)
     for name in ("config.json", "config.yaml"):
         (tmp_path / "text" / name).write_text("{}")
-    classifier = "a classifier model, moh_vit_tiny_patch16_224, of train_cls.py"
-    translator = "a text model, mt_transformer_base, of train_text.py"
-    missing = f"{folder}/ditt: no such file or folder, did you mean {folder}/dit?"
-    for checkpoint, words in (
-        (folder / "cls", f"is of {classifier}; give a run of train_dit"),
-        (folder / "ditt", f"--checkpoint {missing}"),
-        (tmp_path / "text", f"is of {translator}; give a run of train_dit.py"),
+    classifier = "classifier moh_vit_tiny_patch16_224 train_cls.py"
+    translator = "text mt_transformer_base train_text.py"
+    for checkpoint, facts in (
+        (folder / "cls", f"{folder}/cls/ema.safetensors {classifier} train_dit.py"),
+        (folder / "ditt", f"--checkpoint {folder}/ditt {folder}/dit"),
+        (tmp_path / "text", f"{tmp_path}/text/model.safetensors {translator} train_dit.py"),
     ):
         argv = ["--grid", tmp_path / "never.png", "--checkpoint", checkpoint]
-        assert words in refused(capsys, sample.main, *argv)
+        assert_says(refused(capsys, sample.main, *argv), facts)
 
 
 # ---------------------------------------------------------------- another learning rate after a resume
@@ -542,15 +547,15 @@ def test_scores_while_training(tmp_path, runs, capsys):
     assert not list((tmp_path / "run").glob(".samples-*"))
     assert same(tmp_path / "plain" / "ema.safetensors", tmp_path / "run" / "ema.safetensors")
     # Mistakes, such as too few images for the features, are refused before the first step.
-    for more, words in {
-        "--score.images 20": "20 generated images for 32 features",
-        "--score.reference nowhere": "score.reference nowhere: no such file or folder",
-        f"--score.reference {tmp_path}": f"score.reference {tmp_path} is no data set, so a split (val) has no effect",
-        "--score.extractor timm:vit": "extractor 'timm:vit': timm has no model",
-        "--score.inception_weights x": "inception_weights x has no effect with extractor",
+    for more, facts in {
+        "--score.images 20": "20 images 32 features allow_biased",
+        "--score.reference nowhere": "score.reference nowhere",
+        f"--score.reference {tmp_path}": f"score.reference {tmp_path} split val",
+        "--score.extractor timm:vit": "extractor 'timm:vit' timm 'vit'",
+        "--score.inception_weights x": f"inception_weights x extractor {runs[0]}/cls inception",
     }.items():
         again = arguments("dit", tmp_path / "none", 4, 4, *argv, *more.split())
-        assert words in refused(capsys, script("dit").main, *again)
+        assert_says(refused(capsys, script("dit").main, *again), facts)
     assert not (tmp_path / "none").exists()
 
 

@@ -372,5 +372,4 @@ def test_calls_in_a_graph_are_timed_by_replays():
 def test_a_record_that_cannot_be_read(tmp_path):
     (tmp_path / "cuda_graph.json").write_text('{"taken": 1}')
     decision = Training(EagerGraphs()).passes.decision
-    words = "cuda_graph.json: not a record of a CUDA graph"
-    refuse(words, decision.follow, tmp_path / "cuda_graph.json", "")
+    refuse("cuda_graph.json CUDA", decision.follow, tmp_path / "cuda_graph.json", "")

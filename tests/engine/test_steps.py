@@ -63,12 +63,12 @@ def test_losses_are_averaged_over_micro_batches():
 
 def test_settings_of_accelerate_that_contradict_the_configuration(monkeypatch, forget_precision):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    refuse("launched with bf16, but mixed_precision is no", make_accelerator, "no")
+    refuse("bf16 mixed_precision no", make_accelerator, "no")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert make_accelerator("no").gradient_accumulation_steps == 1
     forget_precision()
-    refuse('fp16 needs a GPU; on a CPU it is "no" or "bf16"', make_accelerator, "fp16")
+    refuse('fp16 GPU CPU "no" "bf16"', make_accelerator, "fp16")
 
 
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
@@ -103,7 +103,7 @@ def test_open_run(tmp_path):
         # A run without weights has done no step, so its configuration may change.
         open_here(run, {"lr": lr})
     (tmp_path / "weights").rename(run / "weights")
-    refuse("another configuration: lr: 1 -> 2", open_here, run, {"lr": 2})
+    refuse(f"{run} lr 1 2 --allow-change --fresh", open_here, run, {"lr": 2})
     for number in (1, 2):
         open_here(run, {"lr": 2}, fresh=True)
         assert (run.with_name(f"run.{number}")).exists()
@@ -113,8 +113,8 @@ def test_open_run(tmp_path):
 
 def test_open_run_overwrites_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
-    refuse("is a file", open_here, tmp_path / "file", {})
-    refuse("is not empty and holds no run", open_here, tmp_path, {})
+    refuse(f"{tmp_path}/file file", open_here, tmp_path / "file", {})
+    refuse(f"{tmp_path} empty run", open_here, tmp_path, {})
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
@@ -123,8 +123,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, no_pauses, fr
     run = tmp_path / "run"
     child = hold(opened, run, {})
     no_pauses()
-    words = f"--output {run}: process {child} on .* is writing there; wait, or take"
-    refuse(words, open_here, run, {}, fresh)
+    refuse(f"--output {run} {child}", open_here, run, {}, fresh)
     # A dry run takes no lock.
     RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).lock_and_find_checkpoint(1)
     os.kill(child, signal.SIGKILL)
@@ -148,4 +147,4 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
         (run / "config.yaml").write_text("")
 
     monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", another_process_begins)
-    refuse("another process has begun a run there meanwhile", open_here, run, {})
+    refuse(f"{run} process meanwhile", open_here, run, {})

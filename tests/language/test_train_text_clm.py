@@ -145,7 +145,8 @@ def test_the_two_stages(texts, tmp_path, capsys):
     before = load_file(first / "model.safetensors")
     assert load_file(second / "model.safetensors").keys() == before.keys()  # no new parameters
     again = ["--model.pretrained", second, "--model.convert", "{head_budget: 0.5}"]
-    assert "routed heads already" in refused(tmp_path / "three", capsys, *data, *again)
+    error = refused(tmp_path / "three", capsys, *data, *again)
+    refusals.assert_says(error, f"model.convert model.pretrained {second} already")
 
 
 def test_pretrained_brings_its_tokenizer(texts, tmp_path, capsys):
@@ -170,7 +171,8 @@ def test_pretrained_brings_its_tokenizer(texts, tmp_path, capsys):
     train(tmp_path / "grown", 1, *options, texts / "new")
     other = words(tmp_path / "other", ENGLISH[::-1])
     error = refused(tmp_path / "moved", capsys, *options, other)
-    assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
+    facts = f"data.tokenizer {other} 3 {ENGLISH[-1]!r} {llama}/tokenizer.json {ENGLISH[0]!r}"
+    refusals.assert_says(error, facts)
 
 
 def chat_folder(folder, extra=("<|user|>", "<|end|>")):
@@ -258,9 +260,8 @@ def test_ids_and_rows_to_spare(texts, tmp_path, capsys):
     shutil.rmtree(tmp_path / "ids" / "train-00000")
     assert command([*rewritten, "--out", str(tmp_path / "ids")]) == 0
     argv = [*FAST.split(), "--max-steps", 6, "--output", tmp_path / "run", *options]
-    assert "the text of train is not the one that" in refusals.refused(
-        capsys, train_text.main, *argv
-    )
+    error = refusals.refused(capsys, train_text.main, *argv)
+    refusals.assert_says(error, f"data.root {tmp_path}/ids train {tmp_path}/run --fresh")
 
 
 def test_from_scratch(texts, tmp_path):
@@ -362,53 +363,82 @@ def test_mistakes(texts, tmp_path, capsys):
     ids = ["--data.root", texts / "ids"]
     sized = [*ids, "--data.tokenizer", texts / "new"]
     taken = [*CLM, *sized, "--model.pretrained", llama]
-    for told, *options in (
+    for facts, *options in (
         (
-            "needs model.name clm_pretrained, not mt_mae_7",
+            "model.pretrained model.name clm_pretrained mt_mae_7",
             "--model.name",
             "mt_mae_7",
             "--model.pretrained",
             llama,
         ),
-        ("not clm_moh_small_75", "--model.name", "clm_moh_small_75", "--model.pretrained", llama),
-        ("needs model.pretrained", *CLM, "--model.convert.head_budget", 0.5),
-        ("model_type", *CLM, *sized, "--model.pretrained", texts / "plain"),
-        ("model.convert: there is no 'head_budge'", *taken, "--model.convert.head_budge", 0.5),
-        ("model.convert: router 'moa'", *taken, "--model.convert.router", "moa"),
-        ("model.kwargs", *taken, "--model.kwargs.hidden_size", 8),
-        ("data.block 65: the model has 64 positions", *taken, "--data.block", 65),
         (
-            "no folder with tokenizer.json, so data.tokenizer must",
+            "model.pretrained model.name clm_pretrained clm_moh_small_75",
+            "--model.name",
+            "clm_moh_small_75",
+            "--model.pretrained",
+            llama,
+        ),
+        ("model.convert 0.5 model.pretrained", *CLM, "--model.convert.head_budget", 0.5),
+        (
+            f"model.pretrained {texts}/plain model_type config.json",
+            *CLM,
+            *sized,
+            "--model.pretrained",
+            texts / "plain",
+        ),
+        ("model.convert 'head_budge' head_budget", *taken, "--model.convert.head_budge", 0.5),
+        ("model.convert 'moa' query_norm moh", *taken, "--model.convert.router", "moa"),
+        (
+            f"model.kwargs 'hidden_size' 8 model.pretrained {llama}",
+            *taken,
+            "--model.kwargs.hidden_size",
+            8,
+        ),
+        ("data.block 65 64", *taken, "--data.block", 65),
+        (
+            f"model.pretrained {llama} tokenizer.json data.tokenizer",
             *CLM,
             "--model.pretrained",
             llama,
             *ids,
         ),
         (
-            "as token ids: data.tokenizer must say of which tokenizer",
+            f"{texts}/ids ids data.tokenizer",
             "--model.name",
             "clm_small",
             *ids,
         ),
-        ("no such file or folder", *CLM, *sized, "--model.pretrained", tmp_path / "none"),
         (
-            f"{config} is a file: give its folder; --init-from takes",
+            f"model.pretrained {tmp_path}/none",
+            *CLM,
+            *sized,
+            "--model.pretrained",
+            tmp_path / "none",
+        ),
+        (
+            f"model.pretrained {config} folder --init-from",
             *CLM,
             *sized,
             "--model.pretrained",
             config,
         ),
-        ("data.vocab_size 12: ", *taken, "--data.vocab_size", 12),
-        (f"model.pretrained {broken}: ", *CLM, *sized, "--model.pretrained", broken),
+        (f"data.vocab_size 12 {texts}/new/tokenizer.json 20", *taken, "--data.vocab_size", 12),
         (
-            "needs model.name clm_",
+            f"model.pretrained {broken} header",
+            *CLM,
+            *sized,
+            "--model.pretrained",
+            broken,
+        ),
+        (
+            "data.mixture model.name clm_",
             "--model.name",
             "mlm_base",
             "--data.mixture",
             "[{root: a, weight: 1}]",
         ),
     ):
-        assert told in refused(tmp_path / "run", capsys, *options)
+        refusals.assert_says(refused(tmp_path / "run", capsys, *options), facts)
 
 
 def test_dry_run(texts, tmp_path, capsys):
@@ -436,8 +466,6 @@ def test_a_bad_id_in_the_middle_ends_the_run(texts, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) == 1, lines
-    assert (
-        lines[0].startswith("train_text.py: error: ")
-        and "token id 77, but the vocabulary has 20" in lines[0]
-    )
+    assert lines[0].startswith("train_text.py: error: ")
+    refusals.assert_says(lines[0], f"{file.parent} {len(ids) // 2} 77 20")
     assert "Traceback" not in lines[0] and "worker" not in lines[0]

@@ -12,49 +12,48 @@ from moh_vision.data.batches import LabelledImages, image_transform, training_lo
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import open_source
 from tests.support.pictures import convert, write_folder
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse
 from tests.support.shards import write_shards
 from tests.support.small_runs import arguments, script
 
 
 def test_class_names_that_are_too_few_or_no_text(tmp_path):
     write_shards(tmp_path, count=5, classes=5)
-    for names, words in (
+    for names, facts in (
         (
             b"a\nb\nc\nd\n",
-            "train-000000.tar, 0004.png at byte .*: label 4, but .*classes.txt has 4 classes",
+            f"{tmp_path}/train-000000.tar 0004.png label 4 {tmp_path}/classes.txt",
         ),
-        (b"\xff\xfe\n", "classes.txt: not UTF-8"),
+        (b"\xff\xfe\n", f"{tmp_path}/classes.txt UTF-8 0xff"),
     ):
         (tmp_path / "classes.txt").write_bytes(names)
-        not_opened(tmp_path, words)
+        not_opened(tmp_path, facts)
 
 
-def not_opened(root, words, error=ValueError):
-    """Expect that opening the training split of `root` fails with `words` in the message."""
-    refuse(words, open_source, str(root), "train", error=error)
+def not_opened(root, facts, error=ValueError):
+    """Expect that opening the training split of `root` fails with a message that says `facts`."""
+    refuse(facts, open_source, str(root), "train", error=error)
 
 
 def test_empty_folders(tmp_path, capsys):
     root = tmp_path / "data"
     root.mkdir()
     (root / ".hidden.jpg").touch()
-    words = f"data.root {root}: neither train-\\*.tar shards nor a folder train"
-    not_opened(root, words)
+    not_opened(root, f"data.root {root} train-*.tar shards folder train")
     (root / "train").mkdir()
-    not_opened(root, f"^{root}/train holds no images")
+    not_opened(root, f"{root}/train no images .jpg {root}/train/CLASS/*.jpg")
     (root / "train" / "cat").mkdir()
-    not_opened(root, f"{root}/train/cat holds no images .*.jpg")
+    not_opened(root, f"{root}/train/cat no images .jpg {root}/train/CLASS/*.jpg")
     assert convert(root, tmp_path / "out") == 2
-    assert "cat holds no images (.jpg" in capsys.readouterr().err
+    assert_says(capsys.readouterr().err, f"{root}/train/cat no images .jpg")
     root = write_folder(tmp_path / "one")
     for file in (root / "train" / "dog").iterdir():
         file.unlink()
-    not_opened(root, f"{root}/train/dog holds no images")
+    not_opened(root, f"{root}/train/dog no images .jpg")
     empty = tmp_path / "shards"
     empty.mkdir()
     tarfile.open(empty / "train-000000.tar", "w").close()
-    not_opened(empty, f"{empty}.*hold no samples")
+    not_opened(empty, f"{empty} no samples")
 
 
 # Script -> the files of its run that are damaged.
@@ -104,15 +103,15 @@ def test_a_pipe_among_the_files_is_refused_without_waiting(tmp_path, capsys):
     os.mkfifo(folder / "train" / "cat" / "9.png")
     os.mkfifo(shards / "train-000009.tar")
     assert convert(folder, tmp_path / "out") == 2
-    assert "cat/9.png: not a file but a folder, pipe" in capsys.readouterr().err
-    not_opened(folder, "9.png: not a file")
-    not_opened(shards, "9.tar: not a file")
+    assert_says(capsys.readouterr().err, f"{folder}/train/cat/9.png file pipe")
+    not_opened(folder, f"{folder}/train/cat/9.png file pipe")
+    not_opened(shards, f"{shards}/train-000009.tar file pipe")
 
 
 def test_a_link_to_a_folder_above_is_named(tmp_path):
     root = write_folder(tmp_path / "data")
     os.symlink(root / "train" / "cat", root / "train" / "cat" / "again")
-    not_opened(root, "cat/again: a link to a folder above it")
+    not_opened(root, f"{root}/train/cat/again link above")
 
 
 def test_links_are_followed_and_a_dangling_one_is_a_bad_image(tmp_path):
@@ -121,7 +120,7 @@ def test_links_are_followed_and_a_dangling_one_is_a_bad_image(tmp_path):
     os.symlink(tmp_path / "nowhere.png", root / "train" / "dog" / "9.png")
     source = open_source(str(root), "train")
     assert np.bincount(source.labels).tolist() == [2 + 3, 3]
-    refuse("train/dog/9.png: No such file", source.image, len(source) - 1)
+    refuse(f"{root}/train/dog/9.png No file", source.image, len(source) - 1)
 
 
 @pytest.mark.parametrize("workers", [0, 3])

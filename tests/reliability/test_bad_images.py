@@ -28,7 +28,7 @@ from moh_vision.diffusion import train as dit
 from moh_vision.evaluation.fidelity.images import ScoredFolder
 from tests.support.pictures import encoded, gradient, write_folder
 from tests.support.processes import fork, wait
-from tests.support.refusals import one_line, refuse, refused
+from tests.support.refusals import assert_says, one_line, refuse, refused
 from tests.support.shards import append, write_shards
 from tests.support.small_runs import SMALL
 
@@ -65,20 +65,20 @@ def cut(percent) -> bytes:
     return PHOTO[: len(PHOTO) * percent // 100]
 
 
-# File name -> (its bytes, a pattern that the error contains).
+# File name -> (its bytes, what the error says).
 REFUSED = {
-    "empty.jpg": (b"", r"cannot identify the image format \(0 bytes\)"),
-    "text.jpg": (b"not an image at all", r"cannot identify the image format \(19 bytes\)"),
-    "cut10.jpg": (cut(10), "[Tt]runcated|cannot identify"),
-    "cut50.jpg": (cut(50), "[Tt]runcated"),
-    "cut90.jpg": (cut(90), "[Tt]runcated"),
+    "empty.jpg": (b"", "format 0 bytes"),
+    "text.jpg": (b"not an image at all", "format 19 bytes"),
+    "cut10.jpg": (cut(10), ""),  # versions of Pillow say this of other faults
+    "cut50.jpg": (cut(50), "truncated"),
+    "cut90.jpg": (cut(90), "truncated"),
     "bomb.png": (bomb(), "900000000 pixels"),
-    "large.png": (bomb(10_000, 9_000), f"10000 x 9000 pixels, at most {MAX_PIXELS} are read"),
+    "large.png": (bomb(10_000, 9_000), f"10000 9000 {MAX_PIXELS}"),
     "float.tiff": (
         encoded(Image.fromarray(np.ones((8, 12), np.float32)), "TIFF"),
-        "floating-point pixels",
+        "floating-point",
     ),
-    "script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
+    "script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "format"),
 }
 # File name -> (its bytes, the expected image, the largest allowed difference of a pixel). tests/data/test_decode.py has
 # the usual formats.
@@ -101,8 +101,8 @@ READ = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_named(name):
-    data, words = REFUSED[name]
-    refuse(f"^some/{name}: .*({words})", decode_image, data, f"some/{name}", error=UnreadableImage)
+    data, facts = REFUSED[name]
+    refuse(f"some/{name} {facts}", decode_image, data, f"some/{name}", error=UnreadableImage)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -156,9 +156,7 @@ def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
     counted = BadSamples(total, fraction)
     counted.check([(i, f"{i}.png: bad") for i in range(allowed)])
     counted.check([(0, "0.png: bad")])  # a sample that is met again is not counted again
-    with one_line(
-        rf"new.png: bad \({allowed + 1} unreadable so far, .*{fraction} of {total}", UnreadableImage
-    ):
+    with one_line(f"new.png {allowed + 1} {fraction} {total}", UnreadableImage):
         counted.check([(allowed, "new.png: bad")])
 
 
@@ -179,7 +177,8 @@ def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, layout):
     if layout == "folder":
         (root / "train" / bad).write_bytes(b"bad")
     line = refused(capsys, dit.main, *argv, 8)
-    assert bad in line and "; 0.063 allows these)" in line
+    assert bad in line
+    assert_says(line, "data.max_bad_fraction 0.063")
     dit.main([*argv, "8", "--data.max_bad_fraction", "0.063"])
     assert "resuming" in capsys.readouterr().out
     assert "max_bad_fraction: 0.063" in (tmp_path / "run" / "config.yaml").read_text()
@@ -272,11 +271,27 @@ def test_files_deleted_while_reading_are_counted(tmp_path):
         counted = BadSamples(20, 0.1)
         assert trained_on(source, 10, 2, counted, workers) == [10, 10]
         assert set(counted.seen) == {3, 17}
-    refuse("(3|7).png: No such file", trained_on, source, 10, 2, error=UnreadableImage)
+    refuse(
+        f"{root}/train No file data.max_bad_fraction 0 20 0.05",
+        trained_on,
+        source,
+        10,
+        2,
+        error=UnreadableImage,
+    )
 
 
-@pytest.mark.parametrize("fault", ["deleted", "cut", "cut while it is open", "replaced"])
-def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
+# Fault -> what the error says.
+CHANGES = {
+    "deleted": "15872 No file",
+    "cut": "changed index",
+    "cut while it is open": "15872 0 77 damaged",
+    "replaced": "changed index",
+}
+
+
+@pytest.mark.parametrize("fault, facts", CHANGES.items(), ids=CHANGES)
+def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault, facts):
     folder = write_shards(tmp_path / "d", count=20)
     source = open_source(str(folder), "train")
     shard = folder / "train-000001.tar"
@@ -291,7 +306,6 @@ def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
         source.image(19)  # opens the shard
         os.truncate(shard, int(source.offset[10]) + 10)
     assert source.image(3).size == (6, 4)
-    words = r"train-000001.tar.*(No such file|has changed since its index|at byte \d+: \d+ bytes of \d+ are there)"
-    refuse(words, source.image, 13, error=UnreadableImage)
+    refuse(f"{shard} {facts}", source.image, 13, error=UnreadableImage)
     counted = BadSamples(20, 0.5)
     assert evaluated(source, counted) == 10 and set(counted.seen) == set(range(10, 20))

@@ -19,7 +19,7 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion import train as dit
 from tests.support.pictures import convert, encoded, gradient, write_folder
-from tests.support.refusals import one_line, refuse, refused
+from tests.support.refusals import assert_says, one_line, refuse, refused
 from tests.support.repeat import cases
 from tests.support.shards import info, shard, write_shards
 
@@ -84,12 +84,12 @@ def flipped(data, offset):
 
 # Fault -> changes the bytes of a tar whose members are `m`; returns them, and what the error says.
 TORN = {
-    "a bit of a header": lambda data, m: (flipped(data, m[20].offset + 5), "cut off or damaged behind member 20, at byte {offset} "),
-    "a header": lambda data, m: (zeroed(data, m[20].offset, m[20].offset_data), "byte {data} is not zero, .* byte {offset}"),
-    "a page": lambda data, m: (zeroed(data, m[20].offset, m[20].offset + 4096), r"byte \d+ is not zero, .* byte {offset}"),
-    "all behind": lambda data, m: (zeroed(data, m[20].offset), r"\d+ zeros behind member 20, from byte {offset} to the end; tar writes at most 10752"),
-    "two joined": lambda data, m: (data + data, "byte {size} is not zero, .* behind member 80"),
-    "one record more": lambda data, m: (data + bytes(10240), r"\d+ zeros behind member 80, from byte \d+ to the end; "),
+    "a bit of a header": lambda data, m: (flipped(data, m[20].offset + 5), "behind 20 byte {offset}"),
+    "a header": lambda data, m: (zeroed(data, m[20].offset, m[20].offset_data), "{data} zero {offset}"),
+    "a page": lambda data, m: (zeroed(data, m[20].offset, m[20].offset + 4096), "zero byte {offset}"),
+    "all behind": lambda data, m: (zeroed(data, m[20].offset), "zeros behind 20 {offset} 10752"),
+    "two joined": lambda data, m: (data + data, "{size} zero behind 80"),
+    "one record more": lambda data, m: (data + bytes(10240), "zeros behind 80 10752"),
 }  # fmt: skip
 
 
@@ -101,16 +101,16 @@ def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, reader):
     with tarfile.open(path) as tar:
         listed = tar.getmembers()
     whole = path.read_bytes()
-    data, words = TORN[fault](whole, listed)
+    data, facts = TORN[fault](whole, listed)
     path.write_bytes(data)
-    words = words.format(size=len(whole), offset=listed[20].offset, data=listed[20].offset_data)
+    facts = facts.format(size=len(whole), offset=listed[20].offset, data=listed[20].offset_data)
     if reader == "exact":
-        refuse(f"^{path}: {words}", Shards, str(tmp_path / "d"), "train")
+        refuse(f"{path} {facts}", Shards, str(tmp_path / "d"), "train")
         assert not list((tmp_path / "d").glob(".*"))
     else:
         url = f"pipe:cat {path}" if reader == "pipe" else str(path)
         samples = ShardStream([url], ["a", "b", "c"], 40, "some").samples(0, 0, 1)
-        with one_line(f"^{url}: {words}"):
+        with one_line(f"{url} {facts}"):
             list(itertools.islice(samples, 100))
 
 
@@ -214,7 +214,7 @@ def test_links_and_devices_are_no_images(tmp_path, member):
     before = tree(tmp_path)
     with tarfile.open(path, "a") as tar:
         tar.addfile(LINKS[member])
-    refuse("train-000000.tar: sample 1 has no image", Shards, str(folder), "train")
+    refuse(f"{path} sample 1 image", Shards, str(folder), "train")
     shard(path, [("1.jpg", PNG)], "a")  # now the sample has an image, and the link is ignored
     source = Shards(str(folder), "train")
     assert len(source) == 2 and source.image(1).size == (12, 8)
@@ -241,36 +241,34 @@ def sample(*members, mode="w"):
         return Path(shard(file.name, [("0.png", PNG), *members], mode)).read_bytes()
 
 
-def labelled(label, words):
-    """Return a case of `REFUSED`: a sample with this label, and the pattern of its error."""
-    return sample(("0.cls", label)), f"0.cls holds .*{words}"
+def labelled(label, value=""):
+    """Return a case of `REFUSED`: a sample with this label, and what its error says, with `value` for the label."""
+    return sample(("0.cls", label)), f"0.cls {value} class 0 999999"
 
 
-IMPOSSIBLE = r"(cut off within 1.png|1.png is a sparse|not a readable tar)"
-TWICE = r"sample 0 has 2 (images|.cls files) \(.*{}\)"
-# Case -> (the bytes of a tar, a pattern that the error contains).
+# Case -> (the bytes of a tar, what the error says).
 REFUSED = {
-    **{f"{size} bytes": (of_size(size), IMPOSSIBLE) for size in (2**62, 2**40, -512, -(2**40))},
+    **{f"{size} bytes": (of_size(size), "1.png") for size in (2**62, 2**40, -512, -(2**40))},
     # tarfile could read it, but the index has offsets into the file as it is on disk.
-    "compressed": (sample(("0.cls", b"0"), mode="w:gz"), "not a readable tar file, uncompressed"),
-    "nothing": (b"", "not a readable tar file"),
-    **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), TWICE.format(name[2:])) for name in ("0.png", "0.jpg", "0.cls")},
-    "a label below 0": labelled(b"-1", "'-1', expected a class number of 0 to 999999"),
-    "a fraction": labelled(b"3.0", "'3.0', expected a class number"),
-    "no label": labelled(b"", "'', expected a class number"),
-    "bytes": labelled(b"\xff\xfe", "expected a class number"),
-    "a digit for Python": labelled("\u0663".encode(), "expected a class number"),
-    "a tag": labelled(b"!!python/object:os.system", "expected a class number"),
-    "a million": labelled(b"1000000", "'1000000', expected a class number of 0 to 999999"),
-    "32 digits": labelled(b"9" * 32, "'9{32}', expected a class number of 0 to"),
+    "compressed": (sample(("0.cls", b"0"), mode="w:gz"), "tar uncompressed"),
+    "nothing": (b"", "tar"),
+    **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), f"sample 0 2 {name[2:]}") for name in ("0.png", "0.jpg", "0.cls")},
+    "a label below 0": labelled(b"-1", "'-1'"),
+    "a fraction": labelled(b"3.0", "'3.0'"),
+    "no label": labelled(b"", "''"),
+    "bytes": labelled(b"\xff\xfe"),
+    "a digit for Python": labelled("\u0663".encode()),
+    "a tag": labelled(b"!!python/object:os.system"),
+    "a million": labelled(b"1000000", "'1000000'"),
+    "32 digits": labelled(b"9" * 32, f"'{'9' * 32}'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_tars_that_are_refused(tmp_path, case):
-    data, words = REFUSED[case]
+    data, facts = REFUSED[case]
     (tmp_path / "train-000000.tar").write_bytes(data)
-    refuse(f"train-000000.tar: {words}", Shards, str(tmp_path), "train")
+    refuse(f"{tmp_path}/train-000000.tar {facts}", Shards, str(tmp_path), "train")
 
 
 # ---------------------------------------------------------------- the record of the shards, train.shards.json
@@ -284,7 +282,7 @@ def written(tmp_path):
     return tmp_path / "d"
 
 
-# Faults: each damages a shard and returns the error that its reader should raise.
+# Faults: each damages a shard and returns what the error of its reader says.
 
 
 def tear(folder):
@@ -293,26 +291,26 @@ def tear(folder):
     with tarfile.open(path) as tar:
         last = tar.getmembers()[-2]
     path.write_bytes(zeroed(path.read_bytes(), last.offset))
-    return f"{path}: 10240 bytes, 3 samples; train.shards.json says 10240 and 4"
+    return "10240 3 samples train.shards.json 4"
 
 
 def shorten(folder):
     path = folder / "train-000001.tar"
     os.truncate(path, 9728)
-    return f"{path}: 9728 bytes, 4 samples; train.shards.json says 10240 and 4"
+    return "9728 4 samples train.shards.json 10240"
 
 
 @pytest.mark.parametrize("fault", [tear, shorten])
 @pytest.mark.parametrize("url", ["{}/train-000001.tar", "pipe:cat {}/train-000001.tar"])
 def test_a_stream_is_compared_with_its_record(written, capsys, fault, url):
-    words = fault(written).partition(": ")[2]
+    facts = fault(written)
     url = url.format(written)
     argv = (
         "--model.name moh_dit_small_patch2_75 --model.depth 1 --model.embed_dim 32 --model.num_heads 2 "
         "--model.head_budget 0.5 --data.img_size 8 --data.exact_order false --data.workers 0 "
         f"--optim.batch_size 4 --max-steps 9 --output {written}/run --data.root {written} --data.stream"
     ).split()
-    assert f"error: {url}: {words}\n" in refused(capsys, dit.main, *argv, url)
+    assert_says(refused(capsys, dit.main, *argv, url), f"{url} {facts}")
 
 
 # ---------------------------------------------------------------- the index of a shard
@@ -328,21 +326,20 @@ def changed(row, column, value):
     return change
 
 
-ANOTHER = "was changed since the index"
 # Case -> (makes the damaged index, or the bytes of its file, from a good one; what the error says).
 CHANGES = {
     "offset": (changed(1, 0, -5), "samples outside"),
     "size": (changed(1, 1, 2**62), "samples outside"),
     "sum": (lambda t: changed(1, 1, 3)(changed(1, 0, 2**62)(t)), "samples outside"),
-    "label": (changed(1, 2, -2), "or labels outside of -1 to 999999"),
-    "another version": (changed(0, 0, 1), "of another version"),
-    "dtype": (lambda t: t.astype(np.float32), "of another version"),
-    "missing": (lambda t: t[:, :2], "of another version"),
-    "empty": (lambda t: t[:0], "that can be read"),
-    "objects": (lambda t: np.array([{}], object), "that can be read"),
-    "no file of numpy": (lambda t: b"PK\3\4" + bytes(40), "that can be read"),
-    "a header without end": (lambda t: b"\x93NUMPY\x03\x00" + b"[" * 10**5, "that can be read"),
-    "a size of another file": (changed(0, 1, 1), ANOTHER),
+    "label": (changed(1, 2, -2), "labels -1 999999"),
+    "another version": (changed(0, 0, 1), "version"),
+    "dtype": (lambda t: t.astype(np.float32), "version"),
+    "missing": (lambda t: t[:, :2], "version"),
+    "empty": (lambda t: t[:0], "read"),
+    "objects": (lambda t: np.array([{}], object), "read"),
+    "no file of numpy": (lambda t: b"PK\3\4" + bytes(40), "read"),
+    "a header without end": (lambda t: b"\x93NUMPY\x03\x00" + b"[" * 10**5, "read"),
+    "a size of another file": (changed(0, 1, 1), "train-000001.tar changed"),
 }
 
 
@@ -351,13 +348,10 @@ def test_an_index_that_cannot_be_right_is_named(tmp_path, change):
     folder = write_shards(tmp_path / "d", count=10, per_shard=5)
     Shards(str(folder), "train")
     index = folder / ".train-000001.tar.index.npy"
-    make, words = CHANGES[change]
+    make, facts = CHANGES[change]
     damaged = make(np.load(index))
     if isinstance(damaged, bytes):
         index.write_bytes(damaged)
     else:
         np.save(index, damaged)
-    message = f"{index}: not an index .*{words}.*; delete it to build it again"
-    if words == ANOTHER:
-        message = f"train-000001.tar {words} {index} was made; delete the index to build it again"
-    refuse(message, Shards, str(folder), "train")
+    refuse(f"{index} {facts} delete", Shards, str(folder), "train")

@@ -369,7 +369,7 @@ def test_members_of_shards_are_not_unpickled(tmp_path, canary):
     for name in ("0.png", "0.npy", "0.pyd", "0.pickle", "0.pth", "0.cls", "0.json"):
         members = {"0.png": evil, "0.cls": b"0", name: evil}
         shard(tmp_path / "train-000000.tar", members.items())
-        with one_line("train-000000.tar"):
+        with one_line(f"{tmp_path}/train-000000.tar"):
             for i in range(2):
                 open_source(str(tmp_path), "train").image(i)
         (tmp_path / ".train-000000.tar.index.npy").unlink(missing_ok=True)
@@ -387,7 +387,7 @@ def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, trainin
         seal(folder, sha256=listed | {f"{file}.safetensors": hashlib.sha256(data).hexdigest()})
         assert latest_checkpoint(tmp_path) == (3, folder)
         refuse(
-            f"step_3, of moh_vision {moh_vision.__version__}, cannot be loaded into this model",
+            f"{folder} {moh_vision.__version__}",
             training.saved.restore,
             folder,
         )
@@ -428,7 +428,7 @@ def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
     import torch_fidelity.feature_extractor_inceptionv3 as theirs
 
     monkeypatch.setattr(theirs, "FeatureExtractorInceptionV3", network)
-    refuse("w.pth: not the weights of Inception.*far enough", Inception, file)
+    refuse(f"{file} Inception far enough", Inception, file)
     assert list(reads[0]) == ["x"] and not canary.exists()
 
 
@@ -439,15 +439,14 @@ def test_only_namespaces_are_let_through(tmp_path, canary):
     state = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(state, tmp_path / "fine.pth")
     moh_vision.load_checkpoint(classifier(), tmp_path / "fine.pth")
-    not_read = r"holds a \S+ beside tensors, which is not read"
-    for name, thing, words in (
-        ("path", tmp_path, not_read),
-        ("class", Image.Image, not_read),
-        ("function", os.system, "would call posix.system, .* may be an attack"),
-        ("module", Evil(canary), "would call posix.mkdir, .* may be an attack"),
+    for name, thing, facts in (
+        ("path", tmp_path, "tensors not read"),
+        ("class", Image.Image, "tensors not read"),
+        ("function", os.system, "posix.system attack"),
+        ("module", Evil(canary), "posix.mkdir attack"),
     ):
         torch.save({**state, "args": thing}, tmp_path / f"{name}.pth")
-        with one_line(f"{name}.pth: {words}"):
+        with one_line(f"{tmp_path}/{name}.pth {facts}"):
             moh_vision.load_checkpoint(classifier(), tmp_path / f"{name}.pth")
     assert set(torch.serialization.get_safe_globals()) == before
 
@@ -457,6 +456,10 @@ YAMLS = {
     "class_path in model.kwargs": "model: {{kwargs: {{x: {{class_path: os.mkdir, init_args: {{path: '{}'}}}}}}}}",
     "class_path for model": "model: {{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{}']}}}}",
 }
+
+
+# What the errors of those say that are no values of a key.
+REFUSED = {"python tag": "YAML python/object/apply:os.mkdir", "class_path for model": "class_path"}
 
 
 @pytest.mark.parametrize("case", YAMLS)
@@ -472,7 +475,7 @@ def test_a_configuration_runs_no_code(tmp_path, canary, case, config_class):
         # A dict like any other: parsing keeps it and imports nothing. The model would refuse the argument.
         assert "class_path" in str(parse_config(config_class, argv, "t").model)
         return
-    refuse("not readable as YAML|Expected|unknown key", parse_config, config_class, argv, "t")
+    refuse(f"{tmp_path}/config.yaml {REFUSED[case]}", parse_config, config_class, argv, "t")
 
 
 # ---------------------------------------------------------------- the code itself

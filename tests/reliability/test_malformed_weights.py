@@ -106,9 +106,9 @@ def test_states_that_are_wrong(tmp_path, vit, case):
     file = tmp_path / ("w.pth" if case.endswith(".pth") else "w.safetensors")
     file.write_bytes(STATES[case](vit.state_dict()))
     for read in (moh_vision.load_checkpoint, init_from):
-        with one_line() as error:
+        with one_line(str(file)) as error:
             read(copy.deepcopy(vit), str(file))
-        assert str(file) in str(error.value) and len(str(error.value)) < 1000
+        assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("end", [".pth", ".npz"])
@@ -117,7 +117,7 @@ def test_a_zip_that_unpacks_to_gigabytes_is_refused(tmp_path, vit, end):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("archive/data.pkl", "archive/data/0", "embedding/kernel.npy"):
             archive.writestr(name, bytes(30 * 2**20))
-    with one_line(f"w{end}: would unpack from [0-9]+ to 94371840 bytes"):
+    with one_line(f"{file} 94371840 bytes"):
         moh_vision.load_checkpoint(copy.deepcopy(vit), file)
 
 
@@ -127,10 +127,10 @@ def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
     kernel = np.ones((16, 16, 3, 32), np.float32)
     bias = np.ones(32, np.float32)
     np.savez(file, **{"embedding/kernel": kernel, "embedding/bias": bias})
-    refuse("w.npz: not the weights of such a ViT", moh_vision.load_checkpoint, model, file)
+    refuse(f"{file} ViT", moh_vision.load_checkpoint, model, file)
     assert same(model, vit)
     file.write_bytes(file.read_bytes()[:-30])
-    refuse("w.npz: not", moh_vision.load_checkpoint, model, file)
+    refuse(f"{file} not", moh_vision.load_checkpoint, model, file)
     assert same(model, vit)
 
 
@@ -165,7 +165,7 @@ def test_weights_with_wrong_metadata(tmp_path, vit, case):
         lambda: from_run(str(tmp_path), "classification"),
         lambda: to_validate(str(file), NAME, SMALL),
     ):
-        refuse("model.safetensors", read)
+        refuse(str(file), read)
 
 
 def test_files_that_are_not_there(tmp_path, vit):
@@ -206,9 +206,7 @@ MALFORMED_STATISTICS = {
 def test_statistics_that_are_wrong(tmp_path, case):
     file = tmp_path / "s.npz"
     file.write_bytes(MALFORMED_STATISTICS[case])
-    with one_line(
-        "s.npz: (not a file of statistics|holds no (mu|sigma)|.*expected floats|.*not finite)"
-    ):
+    with one_line(str(file)):
         load_statistics(file)
 
 
@@ -226,29 +224,28 @@ MEAN = raw_npy((4,), data=bytes(32))
 
 # Case -> (what the error says, the .npy files of the archive).
 ARCHIVES = {
-    "a huge mean": (r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
-    "a huge covariance": (r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
-    "images of floats": (r"arr_0 is float32 \[4, 8, 8, 3\]; expected uint8", dict(arr_0=raw_npy((4, 8, 8, 3), "<f4"))),
-    "channels first": (r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height", dict(arr_0=raw_npy((4, 3, 8, 8), "|u1"))),
-    "another name": ("holds no arr_0, only images", dict(images=raw_npy((4, 8, 8, 3), "|u1"))),
-    "a mean without data": ("mu is damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
-    "a mean of objects": ("mu is object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
-    "no npy": ("mu is not an array", dict(mu=b"hello", sigma=MEAN)),
-    "huge images": ("arr_0 has images of 1048576 x 1048576 pixels", dict(arr_0=raw_npy((9, 2**20, 2**20, 3), "|u1"))),
-    "a negative count": ("holds no images|is not an array|ends within", dict(arr_0=raw_npy((-1, 4, 4, 3), "|u1"))),
-    "images without pixels": ("images of 4 x 0 pixels", dict(arr_0=raw_npy((4, 0, 4, 3), "|u1"))),
-    "code for a shape": ("arr_0 is not an array", dict(arr_0=raw_npy("__import__('os').getcwd()"))),
+    "a huge mean": ("mu float64 [1099511627776] [1 to 16384]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
+    "a huge covariance": ("sigma float64 [1048576, 1048576] [4, 4]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
+    "images of floats": ("arr_0 float32 [4, 8, 8, 3] uint8", dict(arr_0=raw_npy((4, 8, 8, 3), "<f4"))),
+    "channels first": ("arr_0 uint8 [4, 3, 8, 8] [N, height", dict(arr_0=raw_npy((4, 3, 8, 8), "|u1"))),
+    "another name": ("arr_0 images", dict(images=raw_npy((4, 8, 8, 3), "|u1"))),
+    "a mean without data": ("mu damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
+    "a mean of objects": ("mu object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
+    "no npy": ("mu array", dict(mu=b"hello", sigma=MEAN)),
+    "huge images": ("arr_0 1048576 pixels", dict(arr_0=raw_npy((9, 2**20, 2**20, 3), "|u1"))),
+    "a negative count": ("", dict(arr_0=raw_npy((-1, 4, 4, 3), "|u1"))),
+    "images without pixels": ("4 0 pixels", dict(arr_0=raw_npy((4, 0, 4, 3), "|u1"))),
+    "code for a shape": ("arr_0 array", dict(arr_0=raw_npy("__import__('os').getcwd()"))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ARCHIVES)
 def test_archives_that_are_wrong(tmp_path, case):
-    words, arrays = ARCHIVES[case]
+    facts, arrays = ARCHIVES[case]
     file = tmp_path / "r.npz"
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in arrays.items():
             archive.writestr(f"{name}.npy", data)
     images = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
-    refuse(
-        f"r.npz: .*({words})", score, images, file, extractor=torch.nn.Flatten(), allow_biased=True
-    )
+    options = dict(extractor=torch.nn.Flatten(), allow_biased=True)
+    refuse(f"{file} {facts}", score, images, file, **options)

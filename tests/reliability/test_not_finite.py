@@ -17,7 +17,7 @@ from moh_vision.common.io import TensorFiles, write_tensors
 from moh_vision.diffusion import sample
 from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer
 from tests.support.pictures import gradient
-from tests.support.refusals import one_line, refused
+from tests.support.refusals import assert_says, one_line, refused
 from tests.support.small_loop import small_loop
 from tests.support.small_runs import arguments, entries, logged, results, same, script
 
@@ -52,8 +52,7 @@ def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
         script("dit").main(arguments("dit", tmp_path, 100, 1, *more))
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 1
-    assert "10 steps in a row without finite loss and gradient" in error
-    assert "lr 1e+20" in error and "norm" in error
+    assert_says(error, "10 steps finite norm lr 1e+20")
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.isfinite(value).all() for value in state.values())
 
@@ -94,9 +93,7 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
     assert loop.skipped.in_a_row == 0 and not torch.equal(weight, before)
     for _ in range(10, 19):
         step(loss, gradient)
-    with one_line(
-        "step 19: 10 steps in a row without finite loss and gradient .*lr 0.1", FloatingPointError
-    ):
+    with one_line("step 19 10 steps finite lr 0.1", FloatingPointError):
         step(loss, gradient)
 
 
@@ -123,7 +120,7 @@ def test_a_gradient_scalers_first_skips_do_not_count():
         loop.step(iter([batch]), epoch=0, count=1)
     assert scaler.get_scale() == 1
     assert loop.skipped.total == loop.skipped.in_a_row == 0
-    with pytest.raises(FloatingPointError, match="step 25"):
+    with one_line("step 25", FloatingPointError):
         for _ in range(16, 30):
             loop.step(iter([batch]), epoch=0, count=1)
 
@@ -232,7 +229,7 @@ def test_weights_that_are_not_finite_are_refused(name, value, runs, tmp_path, ca
             words = words.replace("RUN", str(run)).replace("OUT", str(tmp_path / "new"))
             argv = words.replace("IMAGE", str(tmp_path / "image.png")).split()
             said = refused(capsys, call, *argv)
-            assert "tensors hold NaN or infinity, first " in said and str(run) in said, words
+            assert_says(said, f"{run} tensors NaN infinity first")
             assert [path.name for path in tmp_path.iterdir()] == ["image.png"], words
 
 
@@ -240,7 +237,7 @@ def test_a_language_model_of_a_folder_that_is_not_finite_is_refused(runs):
     """The benchmarks of language models would take the first answer for the likeliest."""
     folder = str(runs["clm"])
     tokenizer = load_tokenizer(folder)
-    with poisoned(runs["clm"]), one_line(f"--model {folder}: .* tensors hold NaN or infinity"):
+    with poisoned(runs["clm"]), one_line(f"--model {folder} tensors NaN infinity"):
         load_model(folder, "float32", torch.device("cpu"), tokenizer)
 
 
@@ -250,11 +247,12 @@ def test_logits_that_are_not_finite_are_refused(runs, tmp_path, capsys):
     gradient().save(tmp_path / "image.png")
     with poisoned(run, 3e38, ("head.bias", "head.weight", "norm.weight")):
         said = refused(capsys, validate.main, "--checkpoint", run, "--score_file", tmp_path / "s")
-        words = "model.safetensors: the logits of 355 of 355 images are NaN or infinite"
-        assert words in said and not (tmp_path / "s").exists()
-        with one_line(words):
+        facts = f"{run}/model.safetensors logits 355 images NaN infinite"
+        assert_says(said, facts)
+        assert not (tmp_path / "s").exists()
+        with one_line(facts):
             moh_vision.open_run(str(run)).scores()
         assert main(["predict", str(run), str(tmp_path / "image.png")]) == 2
         said = capsys.readouterr()
-        assert "image.png: the classifier's logits are NaN or infinite" in said.err
+        assert_says(said.err, f"{tmp_path}/image.png logits NaN infinite")
         assert "%" not in said.out

@@ -29,7 +29,7 @@ def bleu_tokenizer(target: str, asked: str | None = None) -> str:
     except (ImportError, RuntimeError):
         code = (asked or arguments["trg_lang"]).partition("-")[0]
         raise ValueError(
-            f"BLEU into {target} needs a package: pip install 'sacrebleu[{code}]', "
+            f"data.target {target}: BLEU needs a package: pip install 'sacrebleu[{code}]', "
             "or --generate.tokenizer char, which counts characters"
         ) from None
     # The signature of a dictionary's tokenizer also has its versions: ja-mecab-0.996-IPA.

@@ -110,7 +110,7 @@ def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
     assert len(MaskedBlocks(tokens, 5, vocabulary, 0)) == 2  # 4 + 3
     assert len(MaskedBlocks(tokens, 128, vocabulary, 0)) == 1
     refuse(
-        "needs a vocabulary with <mask>",
+        "masked vocabulary <mask>",
         lambda: MaskedBlocks(tokens, 16, train_vocabulary(["a"]), 0),
     )
 
@@ -196,4 +196,4 @@ def test_windows_predict_each_token_once_with_the_context_they_promise(
 def test_causal_mistakes(tmp_path):
     vocabulary, tokens = running_text(tmp_path, ["w1 w2 w3"], mask=False, skip_empty=False)
     assert len(CausalWindows(tokens, 4, 4, vocabulary)) == 1
-    refuse("4 tokens, fewer than a block of 5", lambda: CausalWindows(tokens, 5, 5, vocabulary))
+    refuse(f"{tmp_path}/tokens 4 tokens block 5", lambda: CausalWindows(tokens, 5, 5, vocabulary))

@@ -16,7 +16,7 @@ from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.sources import find_tokens
 from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, one_line, refuse
 from tests.support.small_text import write_ids
 
 LETTERS = train_vocabulary(["a b c"])  # 7 tokens
@@ -99,43 +99,39 @@ def test_one_or_several_stores_give_the_same_windows(tmp_path, parts):
 
 
 @pytest.mark.parametrize(
-    "words, record, data",
+    "file, facts, record, data",
     [
-        ("train: not a finished store of token ids; it has no meta.json", None, b"abcd"),
-        ("ids.bin: 3 bytes, but meta.json says 2 tokens of uint16", RECORD, b"abc"),
-        ("ids.bin: 6 bytes", RECORD, b"abcdef"),
-        (
-            "meta.json: not the record of a store of token ids .'int8'.",
-            dict(RECORD, dtype="int8"),
-            b"abcd",
-        ),
-        ("meta.json: not the record .*tokens is 0", dict(RECORD, tokens=0), b""),
-        ("meta.json: not the record .*words is '1'", dict(RECORD, words="1"), b"abcd"),
-        ("meta.json: not the record", dict(tokens=2), b"abcd"),
-        ("meta.json: not the record", "[1]", b"abcd"),
-        ("meta.json: not the record", "{", b"abcd"),
+        ("", "finished meta.json", None, b"abcd"),
+        ("/ids.bin", "3 bytes meta.json 2 uint16", RECORD, b"abc"),
+        ("/ids.bin", "6 bytes meta.json 2 uint16", RECORD, b"abcdef"),
+        ("/meta.json", "record 'int8'", dict(RECORD, dtype="int8"), b"abcd"),
+        ("/meta.json", "record tokens 0", dict(RECORD, tokens=0), b""),
+        ("/meta.json", "record words '1'", dict(RECORD, words="1"), b"abcd"),
+        ("/meta.json", "record 'dtype'", dict(tokens=2), b"abcd"),
+        ("/meta.json", "record list", "[1]", b"abcd"),
+        ("/meta.json", "record line 1", "{", b"abcd"),
     ],
 )
-def test_damaged_stores_are_named_in_one_line(tmp_path, words, record, data):
+def test_damaged_stores_are_named_in_one_line(tmp_path, file, facts, record, data):
     store = tmp_path / "train"
     store.mkdir()
     (store / "ids.bin").write_bytes(data)
     if record is not None:
         (store / "meta.json").write_text(record if isinstance(record, str) else json.dumps(record))
-    refuse(f"{store}.*{words.removeprefix('train')}", read, tmp_path)
+    refuse(f"{store}{file} {facts}", read, tmp_path)
 
 
 def test_two_forms_are_refused(tmp_path):
     write_ids(tmp_path / "train", [4] * 9, LETTERS)
     (tmp_path / "train.txt").write_text("a\n")
-    refuse("both train and train.txt; remove one", find_tokens, str(tmp_path), "train")
+    refuse(f"data.root {tmp_path} both train train.txt", find_tokens, str(tmp_path), "train")
     (tmp_path / "train.txt").rename(tmp_path / "valid.txt")
     assert find_tokens(str(tmp_path), "val") == find_tokens(str(tmp_path), "test") == []
     (tmp_path / "valid.txt").rename(tmp_path / "other.txt")
     write_ids(tmp_path / "valid-0", [4] * 9, LETTERS)
     assert [path.name for path in find_tokens(str(tmp_path), "val")] == ["valid-0"]
     write_ids(tmp_path / "valid", [4] * 9, LETTERS)
-    refuse("both valid and valid-0; remove one", find_tokens, str(tmp_path), "val")
+    refuse(f"data.root {tmp_path} both valid valid-0", find_tokens, str(tmp_path), "val")
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "one.txt").write_text("x\n")
     assert not find_tokens(str(tmp_path), "part/one")  # text in a folder below
@@ -205,15 +201,11 @@ def test_which_token_ends_a_text(tmp_path):
         tmp_path / "a", "<x>", "<y>", eos_token=dict(content="<y>"), bos_token="<x>", pad_token=None
     )
     assert load_vocabulary(named / "tokenizer.json").eos == 1
-    with pytest.raises(
-        ValueError, match="which token ends a text is not known; put a tokenizer_config.json"
-    ):
+    with one_line(f"{tmp_path}/b/tokenizer.json tokenizer_config.json eos_token"):
         load_vocabulary(llama_like(tmp_path / "b", "<x>", "<y>") / "tokenizer.json")
-    with pytest.raises(ValueError, match="eos_token may be </s> or <eos>"):
+    with one_line(f"{tmp_path}/c/tokenizer.json eos_token </s> <eos> tokenizer_config.json"):
         load_vocabulary(llama_like(tmp_path / "c", "<eos>", "</s>") / "tokenizer.json")
-    with pytest.raises(
-        ValueError, match="no token '<z>', which its tokenizer_config.json names as eos_token"
-    ):
+    with one_line(f"{tmp_path}/d/tokenizer.json '<z>' tokenizer_config.json eos_token"):
         load_vocabulary(llama_like(tmp_path / "d", eos_token="<z>") / "tokenizer.json")
 
 
@@ -278,21 +270,20 @@ def test_ids_of_large_vocabularies(tmp_path, tokens, dtype):
 
 
 @pytest.mark.parametrize(
-    "name, data, words",
+    "name, data, facts",
     [
-        ("a.txt", b"a\n\xff\n", "a.txt, line 2: not UTF-8 (byte 0xff at 1)"),
-        ("a.txt", b"\n\n", "a.txt: no text"),
-        ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: no text under the key"),
-        ("a.jsonl", b"{\n", "a.jsonl, line 1: "),
-        ("a.parquet", b"", "expected .txt, .jsonl, .json"),
+        ("a.txt", b"a\n\xff\n", "line 2 UTF-8 0xff 1"),
+        ("a.txt", b"\n\n", "no text empty"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 'text' --key"),
+        ("a.jsonl", b"{\n", "line 1 double quotes"),
+        ("a.parquet", b"", ".txt .jsonl .json .gz"),
     ],
 )
-def test_tokenise_names_what_is_wrong(tmp_path, refused, name, data, words):
+def test_tokenise_names_what_is_wrong(tmp_path, refused, name, data, facts):
     (tmp_path / name).write_bytes(data)
     tokenizer = llama_like(tmp_path / "t")
-    assert words in refused(
-        "tokenise", tmp_path / name, "--tokenizer", tokenizer, "--out", tmp_path / "o"
-    )
+    error = refused("tokenise", tmp_path / name, "--tokenizer", tokenizer, "--out", tmp_path / "o")
+    assert_says(error, f"{tmp_path}/{name} {facts}")
     assert not list(tmp_path.glob("o/*"))
 
 
@@ -301,14 +292,15 @@ def test_tokenise_does_not_mix_runs(tmp_path, refused):
     argv = (tmp_path / "a.txt", "--tokenizer", llama_like(tmp_path / "t"), "--out", tmp_path / "o")
     assert run(*argv) == 0
     (tmp_path / "a.txt").write_text("a c\n")
-    assert "made with source_sha256" in refused("tokenise", *argv)
+    error = refused("tokenise", *argv)
+    assert_says(error, f"{tmp_path}/o/train-00000/meta.json source_sha256 --out")
     write_ids(tmp_path / "o" / "train-00001", [4], LETTERS)
-    assert "train-00001: not of these files" in refused("tokenise", *argv)
-    assert "b.txt: no such file" in refused("tokenise", tmp_path / "b.txt", *argv[1:])
+    assert_says(refused("tokenise", *argv), f"{tmp_path}/o/train-00001 --out")
+    error = refused("tokenise", tmp_path / "b.txt", *argv[1:])
+    assert_says(error, f"{tmp_path}/b.txt no file")
     no_tokenizer = (*argv[:2], tmp_path / "no", *argv[3:])
-    assert "no: no such file, or a folder without tokenizer.json" in refused(
-        "tokenise", *no_tokenizer
-    )
+    error = refused("tokenise", *no_tokenizer)
+    assert_says(error, f"--tokenizer {tmp_path}/no tokenizer.json")
 
 
 def inputs(folder, **more):
@@ -324,9 +316,10 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
     text = inputs(tmp_path / "o", tokenizer=str(one))
     assert text.special_tokens() == dict(bos_token_id=0, eos_token_id=1)
     assert text.train[0, 0][0][:4].tolist() == [1, 0, 3, 4]
-    refuse("made with another tokenizer.json", lambda: inputs(tmp_path / "o", tokenizer=str(other)))
+    facts = f"{tmp_path}/o/train-00000 tokenizer.json sha256 data.tokenizer"
+    refuse(facts, lambda: inputs(tmp_path / "o", tokenizer=str(other)))
     refuse(
-        "data.vocab_size 11: .*tokenizer.json has 12 tokens",
+        f"data.vocab_size 11 {one}/tokenizer.json 12",
         inputs,
         tmp_path / "o",
         tokenizer=str(one),
@@ -343,7 +336,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
     )
     train = inputs(tmp_path / "o", tokenizer=str(one)).train
     refuse(
-        "train-00000, token 16: token id 77, but the vocabulary has 12 tokens",
+        f"{tmp_path}/o/train-00000 16 77 12",
         lambda: [*map(train.__getitem__, enumerate(range(5)))],
     )
 
@@ -358,7 +351,7 @@ def test_ids_that_changed_since_they_were_written_are_refused(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[2:] + whole[:2])
     refuse(
-        f"{file}: changed since it was written, its sha256 is not that of .*meta.json",
+        f"{file} sha256 {file.parent}/meta.json",
         lambda: inputs(tmp_path / "o", tokenizer=str(tokenizer)),
     )
     file.write_bytes(whole)

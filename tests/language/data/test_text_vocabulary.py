@@ -1,7 +1,6 @@
 import json
 import os
 import pickle
-import re
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from moh_vision.language.data.vocabulary import (
     trained_vocabulary,
 )
 from tests.support.paths import ROOT
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, one_line, refuse
 
 WIKITEXT2 = Path(
     os.environ.get("MOH_VISION_WIKITEXT2", ROOT.parent / "shared" / "data" / "wikitext2")
@@ -151,21 +150,16 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(changed(bpe.data, model__vocab={**vocab, "more": 1 << 30}))
     refuse(
-        "a token has the number 1073741824; allowed are 16777216",
+        f"{path} 1073741824 16777216",
         lambda: Vocabulary.load(path, foreign=True),
     )
     for what, data in bad.items():
         path.write_bytes(data)
         if what not in OTHERS:
-            refuse(f"{path}: not a tokenizer.json", lambda: Vocabulary.load(path, foreign=True))
-        with pytest.raises(ValueError) as error:
+            refuse(f"{path} tokenizer.json", lambda: Vocabulary.load(path, foreign=True))
+        with one_line(f"{path} not tokenizer.json") as error:
             Vocabulary.load(path)
-        text = str(error.value)
-        assert (
-            re.match(f"{path}: not a tokenizer.json( that this package wrote)? [(]", text)
-            and "\n" not in text
-        ), what
-        assert len(text) < 600
+        assert len(str(error.value)) < 600, what
 
 
 @pytest.fixture
@@ -240,13 +234,14 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
 def test_after_an_error_nothing_is_left(tmp_path, bpe):
     (tmp_path / "train.txt").write_bytes(b"good\n" * 3000 + b"\xff\n")
     (tmp_path / "blank.txt").write_text("\n \n\n")
-    with pytest.raises(ValueError, match="train.txt, line 3001: not UTF-8"):
+    with one_line(f"{tmp_path}/train.txt 3001 UTF-8 0xff"):
         encoded(find_lines(str(tmp_path), "train"), bpe, str(tmp_path / "c"))
-    with pytest.raises(ValueError, match="blank.txt: no text but empty lines"):
+    with one_line(f"{tmp_path}/blank.txt no text empty"):
         encoded(find_lines(str(tmp_path), "blank"), bpe, str(tmp_path / "c"), skip_empty=True)
     assert list((tmp_path / "c").iterdir()) == []
-    with pytest.raises(OSError, match="(File exists|Not a directory): .*train.txt"):
+    with pytest.raises(OSError) as error:
         encoded(find_lines(str(tmp_path), "train"), bpe, str(tmp_path / "train.txt"))
+    assert_says(str(error.value), f"{tmp_path}/train.txt")
 
 
 def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
@@ -259,17 +254,20 @@ def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
         return TranslationInputs(data, str(tmp_path / "c"), 0, str(tmp_path / "bpe"))
 
     Path(pair.target.path).write_text("\n".join([*ENGLISH * 2, "", *ENGLISH]))
-    refuse("train.de has 12 lines, .*train.en has 13", inputs)
+    refuse(f"{tmp_path}/d/train.de 12 {tmp_path}/d/train.en 13", inputs)
     Path(pair.target.path).write_text("\n".join(["", *ENGLISH * 3][:12]))
     for _ in range(2):  # also from the caches
-        refuse("train.en, line 1: empty", inputs)
+        refuse(f"{tmp_path}/d/train.en 1 empty 12 data.allow_empty", inputs)
     text = inputs(allow_empty=True)
     assert (
         len(text.train) == 11
         and len(text.train.target) == 12
         and text.train.target[0].tolist() == [EOS]
     )
-    refuse("line 1: empty", lambda: vocabularies(tmp_path / "d", tmp_path / "c2", merges=10))
+    refuse(
+        f"{tmp_path}/d/train.en 1 empty",
+        lambda: vocabularies(tmp_path / "d", tmp_path / "c2", merges=10),
+    )
     assert not (tmp_path / "c2").exists()
 
 

@@ -13,7 +13,7 @@ import moh_vision
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
 from moh_vision.models.head_load import HeadLoad
 from tests.support.paths import ROOT
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse
 
 transformers = pytest.importorskip("transformers")
 
@@ -349,38 +349,39 @@ def test_the_released_layout_is_read_with_its_routing_or_not_at_all(model, tmp_p
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))
-    refuse("auto_map to code of its own, which is not run", opened, folder)
+    refuse(f"--model {folder} auto_map --moh-llama3", opened, folder)
     assert opened(folder, released=True)[1]["moh"]["head_budget"] == [[2, 1], [2, 1]]
 
 
 def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
     ask = ["--model", model, "--tasks", "moh-llm"]
-    for arguments, want in (
-        ([], "give --tasks NAMES or --list"),
-        (["--tasks", "moh-llm"], "--model RUN is missing"),
-        (["--modle", model], "unknown argument --modle, did you mean --model?"),
-        ([*ask, "--batch-size", 0], "--batch-size 0: expected 1 or more, or auto"),
-        ([*ask, "--limit", 1.5], "--limit 1.5: expected a number of questions, or a share between 0 and 1"),
-        ([*ask, "--num-fewshot", -1], "--num-fewshot -1: expected 0 or more"),
-        ([*ask, "--num-fewshot", 2], "--num-fewshot 2: the suite moh-llm has its own shots; name its tasks instead"),
-        (["--model", model, "--tasks", ","], f"--tasks: expected suites ({', '.join(SUITES)}) or the harness' tasks, with commas between"),
-        (["--model", model, "--tasks", "moh-lama3"], "--tasks: no suite or task is named moh-lama3; did you mean moh-llama3?"),
-        ([*ask, "--include-path", tmp_path / "no"], f"--include-path {tmp_path}/no: no such folder"),
-        (["--model", tmp_path / "no", *ask[2:]], f"--model or --tokenizer {tmp_path}/no: no such folder"),
-        (["--model", model, "--tasks", "moh-llm", "--out", tmp_path / "a" / "b"], f"--out {tmp_path}/a/b: no such folder"),
+    for arguments, facts in (
+        ([], "--tasks --list"),
+        (["--tasks", "moh-llm"], "--model missing"),
+        (["--modle", model], "--modle --model"),
+        ([*ask, "--batch-size", 0], "--batch-size 0 1 auto"),
+        ([*ask, "--limit", 1.5], "--limit 1.5 number 0 1"),
+        ([*ask, "--num-fewshot", -1], "--num-fewshot -1 0"),
+        ([*ask, "--num-fewshot", 2], "--num-fewshot 2 moh-llm tasks"),
+        (["--model", model, "--tasks", ","], f"--tasks {' '.join(SUITES)} tasks commas"),
+        (["--model", model, "--tasks", "moh-lama3"], "--tasks moh-lama3 moh-llama3"),
+        ([*ask, "--include-path", tmp_path / "no"], f"--include-path {tmp_path}/no folder"),
+        (["--model", tmp_path / "no", *ask[2:]], f"--model --tokenizer {tmp_path}/no folder"),
+        (["--model", model, "--tasks", "moh-llm", "--out", tmp_path / "a" / "b"], f"--out {tmp_path}/a/b folder"),
     ):  # fmt: skip
-        assert mistake(capsys, *arguments) == want
-    assert "no tokenizer (tokenizer_config.json" in mistake(capsys, "--model", tmp_path, *ask[2:])
+        assert_says(mistake(capsys, *arguments), facts)
+    error = mistake(capsys, "--model", tmp_path, *ask[2:])
+    assert_says(error, f"{tmp_path} tokenizer_config.json")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert mistake(capsys, *ask) == "the package lm_eval is missing: pip install 'moh_vision[lm]'"
+    assert_says(mistake(capsys, *ask), "lm_eval 'moh_vision[lm]'")
 
 
 def test_models_that_do_not_fit(tmp_path):
     silent = write_model(tmp_path / "silent", eos=False)
     small = write_model(tmp_path / "small", vocab=100)
-    refuse("names neither an eos_token nor a bos_token", opened, silent)
-    refuse("100 tokens, its tokenizer has 258", opened, small)
+    refuse(f"{silent} eos_token bos_token", opened, silent)
+    refuse(f"--model {small} 100 258", opened, small)
     (tmp_path / "small" / "model.safetensors").write_bytes(b"nothing")
-    refuse("not read as a causal language model", opened, small)
+    refuse(f"--model {small} header", opened, small)
     (tmp_path / "small" / "config.json").unlink()
-    refuse("no config.json", opened, small)
+    refuse(f"--model {small} config.json", opened, small)

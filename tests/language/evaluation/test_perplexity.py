@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moh_vision.language.evaluation.perplexity import perplexity, summary
-from tests.support.refusals import refuse
+from tests.support.refusals import one_line, refuse
 
 
 def alone(total):
@@ -76,8 +76,6 @@ def test_what_is_not_finite_is_named(random_tokens):
     where = (labels != -100).nonzero()
     nll[tuple(where[3])] = math.nan
     nll[tuple(where[-1])] = math.inf
-    with pytest.raises(ValueError, match=f"^the loss of 2 of {tokens} tokens is not finite$"):
+    with one_line(f"loss 2 {tokens} finite"):
         perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)
-    refuse(
-        "^there are no tokens to score$", lambda: perplexity(lambda b: b["nll"], [], "cpu", alone)
-    )
+    refuse("no tokens", lambda: perplexity(lambda b: b["nll"], [], "cpu", alone))

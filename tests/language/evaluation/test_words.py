@@ -66,7 +66,8 @@ def test_a_missing_package_is_named_before_any_work(tmp_path, capsys, monkeypatc
     argv = arguments("text", tmp_path / "run", 2, 100)
     argv += ["--data.root", tmp_path / "nowhere", "--data.target", language]
     error = refusals.refused(capsys, train_text.main, *argv)
-    assert f"BLEU into {language} needs a package: pip install 'sacrebleu[{code}]'" in error
+    facts = f"data.target {language} 'sacrebleu[{code}]' --generate.tokenizer char"
+    refusals.assert_says(error, facts)
     assert not (tmp_path / "run").exists()
 
 

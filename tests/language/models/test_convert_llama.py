@@ -183,51 +183,55 @@ def test_the_released_layout(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert set(load_file(tmp_path / "ours" / "model.safetensors")) == set(plain.state_dict())
-    with one_line("ours: config.json has model_type 'moh_llama' .*use from_pretrained"):
+    with one_line(f"{tmp_path}/ours config.json 'moh_llama' from_pretrained 'llama'"):
         load_moh_llama3(tmp_path / "ours")
     model = load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed")
     assert model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    "family, options, message",
+    "family, options, facts",
     [
-        ("llama", dict(router="moh", router_kwargs=dict(gate_scale="x")), "gate_scale 'x'"),
-        ("llama", dict(calibrate=[]), "calibrate holds no batch"),
+        (
+            "llama",
+            dict(router="moh", router_kwargs=dict(gate_scale="x")),
+            "gate_scale 'x' released paper",
+        ),
+        ("llama", dict(calibrate=[]), "calibrate no batch"),
         (
             "llama",
             dict(router="mae"),
-            "router 'mae' is not for a causal model: give query_norm or moh",
+            "router 'mae' causal query_norm moh",
         ),
         (
             "llama",
             dict(router="gated"),
-            "router 'gated' runs all heads, and a LLaMA-style model takes routers with a head_budget: give query_norm or moh",
+            "router 'gated' all head_budget query_norm moh",
         ),
-        ("llama", dict(scope="sample"), "scope 'sample': .* scope is 'token'"),
-        ("llama", dict(head_budget=[(4, 2)]), "lists 1 layers, the model has 2"),
+        ("llama", dict(scope="sample"), "scope 'sample' 'token'"),
+        ("llama", dict(head_budget=[(4, 2)]), "head_budget 1 layers 2"),
         (
             "llama",
             dict(head_budget=[(4, 2), (7, 2)]),
-            r"layer 1: shared=7 \+ routed=2 = 9 of only 8 heads",
+            "head_budget 1 shared=7 routed=2 9 8",
         ),
-        ("llama", dict(head_budget=[(4, 2), (3, 2)], group=True), "layer 1: .*group"),
-        ("llama", dict(group=True, router="moh"), "needs 'query_norm', not 'moh'"),
-        ("qwen2", dict(executor="fast"), "executor 'fast' is not one of"),
+        ("llama", dict(head_budget=[(4, 2), (3, 2)], group=True), "head_budget 1 (3, 2) group=2"),
+        ("llama", dict(group=True, router="moh"), "group=True 'query_norm' 'moh'"),
+        ("qwen2", dict(executor="fast"), "executor 'fast' auto masked packed reference"),
         (
             "qwen3",
             dict(router_kwargs=dict(group=2)),
-            "router 'query_norm' has no 'group', it takes nothing",
+            "router_kwargs 'query_norm' 'group' nothing",
         ),
     ],
 )
-def test_refused_options_leave_the_model_as_it_was(family, options, message):
+def test_refused_options_leave_the_model_as_it_was(family, options, facts):
     model = dense(family)
     model_class = type(model)
     config = model.config
     want = model(words()).logits
     modules = list(model.modules())
-    refuse(message, lambda: moh_vision.convert(model, **options))
+    refuse(facts, lambda: moh_vision.convert(model, **options))
     assert type(model) is model_class
     assert model.config is config and not hasattr(config, "moh")
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
@@ -240,14 +244,14 @@ def test_refused_models():
     model.model.layers[1].self_attn.k_proj = type("Quantised", (nn.Linear,), {})(32, 16, bias=False)
     routed = moh_vision.convert(dense(), head_budget=0.5)
     other = nn.Sequential(dense())
-    for refused, options, message in (
-        (gpt, {}, "takes LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM .*not GPT2LMHead"),
-        (other, {}, "Llama-, Qwen2- and Qwen3ForCausalLM.*not Sequential"),
-        (routed, {}, "has routed heads already: set_head_budget"),
-        (model, {}, r"model.layers.1.self_attn.k_proj is a Quantised: .*quantise or add adapters"),
-        (nn.Linear(2, 2), dict(group=True), "group=True is for language models"),
+    for refused, options, facts in (
+        (gpt, {}, "convert LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM GPT2LMHeadModel"),
+        (other, {}, "convert Llama- Qwen2- Qwen3ForCausalLM Sequential"),
+        (routed, {}, "already set_head_budget"),
+        (model, {}, "model.layers.1.self_attn.k_proj Quantised linear adapters"),
+        (nn.Linear(2, 2), dict(group=True), "group=True language key-value"),
     ):
-        refuse(message, moh_vision.convert, refused, **options)
+        refuse(facts, moh_vision.convert, refused, **options)
 
 
 HALF = "uniform:0.5"
@@ -260,8 +264,8 @@ def test_offloaded_weights():
     for each in (model, plain):
         cpu_offload(each, torch.device("cpu"))
     assert torch.equal(model(words()).logits, want)
-    words_of_error = "convert before offloading"
-    refuse(words_of_error, moh_vision.convert, plain, head_budget=HALF, calibrate=[words()])
+    facts = "calibrate offloading"
+    refuse(facts, moh_vision.convert, plain, head_budget=HALF, calibrate=[words()])
 
 
 @torch.no_grad()
@@ -335,5 +339,5 @@ def test_routing_given_to_from_pretrained_is_checked(tmp_path):
     model = MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(head_budget=HALF))
     assert model.config.moh["head_budget"] == [[2, 2]] * 2
     assert model.config.moh["router"] == "query_norm"
-    with pytest.raises(ValueError, match="router 'mae' is not for a causal model"):
+    with one_line("router 'mae' causal query_norm moh"):
         MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(router="mae"))

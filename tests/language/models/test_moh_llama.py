@@ -231,7 +231,10 @@ def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_to
     gc.collect()
     assert kept() is None
     model.gradient_checkpointing_enable(dict(use_reentrant=True))
-    refuse("use_reentrant=False", lambda: model.routed_loss(labels, input_ids=ids))
+    refuse(
+        "activation checkpointing use_reentrant=False",
+        lambda: model.routed_loss(labels, input_ids=ids),
+    )
     model.eval().routed_loss(labels, input_ids=ids)
 
 

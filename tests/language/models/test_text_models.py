@@ -85,7 +85,7 @@ def test_the_dense_masked_language_model_is_roberta():
     x = norm(model.head_norm, F.gelu(x @ model.head.weight.T + model.head.bias))
     expected = (x @ model.embedding.weight.T + model.output.bias).log_softmax(-1)
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-9)
-    refuse("a text of 21 tokens is too long: max_position_embeddings=20", model, words(1, 21))
+    refuse("21 max_position_embeddings=20", model, words(1, 21))
 
 
 def test_the_dense_causal_language_model_normalises_before():

@@ -9,7 +9,7 @@ import moh_vision
 from moh_vision.attention import attention_layers
 from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets, task_of
-from tests.support.refusals import refuse
+from tests.support.refusals import one_line, refuse
 from tests.support.text_tiny import empty, stir, words
 
 
@@ -83,68 +83,68 @@ def predict(model, task, ids):
 
 
 @pytest.mark.parametrize(
-    "preset, overrides, words",
+    "preset, overrides, facts",
     [
-        ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
-        ("nonsense", {}, "there is no text model 'nonsense': only .*mt_transformer_base"),
-        ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
-        ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
-        ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
-        ("mt_mae_7", {"head_budget": 0.5}, "attention: router 'mae' has no 'head_budget'"),
-        ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
-        ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
-        ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
-        ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
+        ("mt_mae_8", {}, "'mt_mae_8' mt_mae_7 mt_mae_6"),
+        ("nonsense", {}, "'nonsense' mt_transformer_base"),
+        ("mt_moa_9K8E128D", {}, "attention top_k=9 8 experts"),
+        ("mt_moa_0K8E128D", {}, "attention 'moa' top_k 1 0"),
+        ("mlm_base", {"encoder_layers": 3}, "mlm_base 'encoder_layers' num_hidden_layers"),
+        ("mt_mae_7", {"head_budget": 0.5}, "attention 'mae' 'head_budget' leave_out"),
+        ("mt_mae_7", {"encoder_layer": 3}, "mt_mae_7 'encoder_layer' encoder_layers"),
+        ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 0 1"),
+        ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 whole 1"),
+        ("mt_mae_7", {"num_attention_heads": 5}, "hidden_size=512 num_attention_heads=5"),
         (
             "mt_mae_7",
             {"attention": {"router": "mae", "leave": 1}},
-            "has no 'leave', did you mean leave_out",
+            "attention 'mae' 'leave' leave_out",
         ),
         (
             "mt_mae_7",
             {"cross_attention": {"router": "moe"}},
-            "cross_attention: .*not a dict with a router out of",
+            "cross_attention 'moe' mae moa moh query_norm",
         ),
         (
             "mt_moh_75",
             {"attention": {"router": "moh", "head_budget": 2}},
-            "head_budget 2 is not understood",
+            "head_budget 2 0 1 pair",
         ),
         (
             "clm_wt103_base",
             {"adaptive_cutoffs": [9, 5]},
-            r"adaptive_cutoffs=\[9, 5\] are not increasing",
+            "adaptive_cutoffs=[9, 5] increasing",
         ),
-        ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
-        ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
+        ("clm_wt103_base", {"vocab_size": 40}, "adaptive_cutoffs=[20000, 60000] 0 vocab_size=40"),
+        ("clm_moh_smal_75", {}, "'clm_moh_smal_75' clm_moh_small_75"),
         (
             "clm_small",
             {"hidden_sise": 8},
-            "clm_small has no 'hidden_sise': did you mean hidden_size",
+            "clm_small 'hidden_sise' hidden_size",
         ),
-        ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
-        ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
-        ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
+        ("clm_small", {"head_budget": 0.5}, "clm_small head_budget router='moh' 'query_norm'"),
+        ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30 multiple 4"),
+        ("clm_small", {"hidden_size": "wide"}, "clm_small 'hidden_size' int 'wide'"),
         (
             "clm_small",
             {"num_hidden_layers": 0},
-            "num_hidden_layers=0 is not a whole number of at least 1",
+            "num_hidden_layers=0 whole 1",
         ),
         (
             "clm_small",
             {"num_key_value_heads": 5},
-            "num_key_value_heads=5 does not divide num_attention_heads=12",
+            "num_key_value_heads=5 num_attention_heads=12",
         ),
         (
             "clm_moh_small_75",
             {"router_kwargs": {"twostage": 1}},
-            "router 'moh' has no 'twostage', it takes gate_scale",
+            "router_kwargs 'moh' 'twostage' gate_scale two_stage",
         ),
     ],
     ids=str,
 )
-def test_refusals_are_one_line(preset, overrides, words):
-    refuse(words, empty, preset, **overrides)
+def test_refusals_are_one_line(preset, overrides, facts):
+    refuse(facts, empty, preset, **overrides)
 
 
 def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():
@@ -155,7 +155,5 @@ def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():
         assert {layer["active"] for layer in moh_vision.head_budget(model)["layers"]} == {2}
     spelt = LanguageConfig(model=TextModelConfig(name="mt_moh_75", head_budget=[(1, 2)]))
     assert spelt.model_arguments({}) == dict(head_budget=[[1, 2]])
-    with pytest.raises(
-        ValueError, match="model.head_budget and model.kwargs.head_budget are the same thing"
-    ):
+    with one_line("model.head_budget model.kwargs.head_budget"):
         TextModelConfig(name="mt_moh_75", head_budget=0.5, kwargs=dict(head_budget=0.5))
