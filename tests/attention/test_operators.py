@@ -32,6 +32,7 @@ from tests.support.attend_backends import (
 )
 from tests.support.covering import covering
 from tests.support.paths import ROOT
+from tests.support.refusals import refuse
 
 PAIRS = EAGER, CPP  # they have `project` and `combine` too
 ON_CPU = *PAIRS, *CPP16
@@ -723,8 +724,7 @@ def test_masks_spread_over_every_dimension(backend, shape):
 def test_other_operands_are_refused(backend):
     given = arguments(N=5, D=16)
     x, *rest = given["project"]
-    with pytest.raises(RuntimeError, match="x is Double, not float32"):
-        OPS.project(x.double(), *rest)
+    refuse("x Double float32", OPS.project, x.double(), *rest, error=RuntimeError)
     q, k, v, token, offsets, *_ = given["attend"]
     for size in ((3, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 3), (1, 1, 9, 5), (1, 1, 5, 9)):
         with pytest.raises((RuntimeError, IndexError)):
@@ -796,8 +796,8 @@ def test_sources_that_are_no_keys_are_refused(backend, source):
     k, v = torch.randn(2, 1, 6, 5, 16)
     pairs = kernels.list_pairs(torch.ones(2, 5, 3, dtype=torch.bool))
     kernels.attend(q, k, v, pairs, 3, 5, source=torch.arange(6, dtype=torch.int32))
-    with pytest.raises(ValueError, match="source"):
-        kernels.attend(q, k, v, pairs, 3, 5, source=torch.tensor(source, dtype=torch.int32))
+    wrong = torch.tensor(source, dtype=torch.int32)
+    refuse("source", kernels.attend, q, k, v, pairs, 3, 5, source=wrong)
 
 
 @on(CPP)
@@ -810,8 +810,7 @@ def test_gradients_of_other_sizes_are_refused(backend):
     for index, name in enumerate(("dweights", "dprobs", "drows", "rows")):
         given = [gates, probs, rows, rows]
         given[index] = given[index][:, 1:]
-        with pytest.raises(ValueError, match=f"{name} is"):
-            OPS.route_backward(*given, *rest)
+        refuse(name, OPS.route_backward, *given, *rest)
 
 
 @on(TRITON)

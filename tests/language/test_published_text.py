@@ -202,10 +202,11 @@ metric_list:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+@pytest.mark.parametrize(
+    "published", [case for case in CASES if case.startswith("clm")], indirect=True
+)
 def test_perplexity_by_the_harness(published, tmp_path):
     """That of a text behind one start token."""
-    if not published.case.startswith("clm"):
-        pytest.skip("the harness scores causal models")
     text = "two three </s> four"
     tasks = write_task(tmp_path / "tasks", "rolling", [dict(q=text)], ROLLING)
     (ids,) = Vocabulary.load(published.run / "tokenizer.json").encode([text])
