@@ -47,7 +47,13 @@ def pickled(state) -> bytes:
 
 
 STATISTICS = dict(
-    count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4]
+    count=20,
+    extractor="x",
+    weights_sha256="0" * 64,
+    source="s",
+    channels=3,
+    size=[4, 4],
+    formats=None,
 )
 
 
@@ -182,32 +188,38 @@ def test_files_that_are_not_there(tmp_path, vit):
 # ---------------------------------------------------------------- statistics
 
 
+# Case -> (what the error says behind the file, the file).
 MALFORMED_STATISTICS = {
-    "no mean": statistics_file(mu=None),
-    "a covariance that is no square": statistics_file(sigma=np.zeros((4, 5))),
-    "a mean of rank 0": statistics_file(mu=np.zeros(())),
-    "other features": statistics_file(features=np.zeros((20, 7))),
-    "whole numbers": statistics_file(mu=np.zeros(4, int)),
-    "NaN": statistics_file(mu=np.full(4, np.nan)),
-    "spatial mean and covariance of two sizes": statistics_file(
-        mu_s=np.zeros(4), sigma_s=np.zeros((3, 3))
-    ),
-    "a list": statistics_file([1]),
-    "no count": statistics_file({k: v for k, v in STATISTICS.items() if k != "count"}),
-    "a count of text": statistics_file(dict(STATISTICS, count="many")),
-    "an extractor that is none": statistics_file(dict(STATISTICS, extractor=[1])),
-    "deep JSON": statistics_file(record="[" * 4000),
-    "long text": statistics_file(record=" " * 10**6),
-    "a record of numbers": statistics_file(record=np.zeros(3)),
-}
+    "no mean": ("mu", statistics_file(mu=None)),
+    "a covariance that is no square": ("sigma [4, 5] [4, 4]", statistics_file(sigma=np.zeros((4, 5)))),
+    "a mean of rank 0": ("mu [] [1 to 16384]", statistics_file(mu=np.zeros(()))),
+    "other features": ("features [20, 7] [20, 4]", statistics_file(features=np.zeros((20, 7)))),
+    "whole numbers": ("mu int64 floats", statistics_file(mu=np.zeros(4, int))),
+    "NaN": ("mu finite", statistics_file(mu=np.full(4, np.nan))),
+    "spatial mean and covariance of two sizes": ("sigma_s [3, 3] [4, 4]", statistics_file(mu_s=np.zeros(4), sigma_s=np.zeros((3, 3)))),
+    "a list": ("statistics list", statistics_file([1])),
+    "no count": ("statistics count", statistics_file({k: v for k, v in STATISTICS.items() if k != "count"})),
+    "a count of text": ("statistics count many", statistics_file(dict(STATISTICS, count="many"))),
+    "an extractor that is none": ("statistics extractor [1]", statistics_file(dict(STATISTICS, extractor=[1]))),
+    "deep JSON": ("statistics recursion", statistics_file(record="[" * 4000)),
+    "long text": ("statistics record text", statistics_file(record=" " * 10**6)),
+    "a record of numbers": ("statistics record float64 text", statistics_file(record=np.zeros(3))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MALFORMED_STATISTICS)
 def test_statistics_that_are_wrong(tmp_path, case):
+    facts, content = MALFORMED_STATISTICS[case]
     file = tmp_path / "s.npz"
-    file.write_bytes(MALFORMED_STATISTICS[case])
-    with one_line(str(file)):
-        load_statistics(file)
+    file.write_bytes(content)
+    refuse(f"{file} {facts}", load_statistics, file)
+
+
+def test_statistics_that_are_right(tmp_path):
+    """The file of which each of `MALFORMED_STATISTICS` changes one entry."""
+    file = tmp_path / "s.npz"
+    file.write_bytes(statistics_file())
+    assert load_statistics(file).pooled[0].shape == (4,)
 
 
 def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
