@@ -135,6 +135,7 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
 def curve(run_command, monkeypatch):
     """curve(*argv) runs the command and returns the lines of its figure, and what it printed."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
+    monkeypatch.setattr(budget_curve, "VISIT", 0)
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
 
     def run(*argv):

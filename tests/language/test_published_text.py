@@ -79,7 +79,11 @@ def named(preset, fields):
     return ["--model.name", preset, "--model.kwargs", json.dumps(fields)]
 
 
-@pytest.fixture(scope="module", params=CASES)
+# clm_moh has the tokenizer and the classes of clm_small.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("clm_small", marks=pytest.mark.slow), *list(CASES)[1:]],
+)
 def published(request, tmp_path_factory):
     case = request.param
     folder = tmp_path_factory.mktemp(case)

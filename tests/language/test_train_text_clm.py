@@ -418,8 +418,9 @@ def test_dry_run(texts, tmp_path, capsys):
     assert "active heads: 4 of 8" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
-def test_a_bad_id_in_the_middle_ends_the_run(texts, tmp_path):
-    """In one line, from a process of the loader, which must not be waited for."""
+@pytest.fixture
+def damaged(texts, tmp_path):
+    """The command line of a run whose ids hold one that is no token."""
     shutil.copytree(texts / "ids", tmp_path / "ids")
     file = tmp_path / "ids" / "train-00000" / "ids.bin"
     ids = np.fromfile(file, "<u2")
@@ -431,13 +432,29 @@ def test_a_bad_id_in_the_middle_ends_the_run(texts, tmp_path):
     argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", texts / "new", *CLM]
     argv += ["--data.workers", 1, "--max-steps", 900]
     argv += ["--model.pretrained", texts / "llama", "--output", tmp_path / "run"]
-    # A process, because its end is what might wait.
-    command = [sys.executable, ROOT / "train_text.py", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 1 and len(lines) == 1, lines
+    return [*map(str, argv)]
+
+
+def check_bad_id(code, error):
+    lines = error.splitlines()
+    assert code == 1 and len(lines) == 1, lines
     assert (
         lines[0].startswith("train_text.py: error: ")
         and "token id 77, but the vocabulary has 20" in lines[0]
     )
     assert "Traceback" not in lines[0] and "worker" not in lines[0]
+
+
+def test_a_bad_id_in_the_middle_ends_the_run(damaged, capfd):
+    """In one line, from a process of the loader."""
+    with pytest.raises(SystemExit) as ended:
+        train_text.main(damaged)
+    check_bad_id(ended.value.code, capfd.readouterr().err)
+
+
+@pytest.mark.slow
+def test_a_bad_id_in_the_middle_ends_the_process(damaged):
+    """It must not wait for the loader's."""
+    command = [sys.executable, ROOT / "train_text.py", *damaged]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    check_bad_id(done.returncode, done.stderr)
