@@ -276,12 +276,13 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     refuse("depend on heads that would leave", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
+# Without the model, whose export takes seconds.
 def of_an_operator_without_onnx(self, images):
-    return self.model(images) + torch.linalg.matrix_exp(images[:, 0]).mean()
+    return images.flatten(1) + torch.linalg.matrix_exp(images[:, 0]).mean()
 
 
 def by_a_value(self, images):
-    logits = self.model(images)
+    logits = images.flatten(1)
     return logits if logits.sum() > 0 else -logits
 
 
@@ -295,11 +296,7 @@ def that_fails(self, images):
     "forward, words",
     [
         (of_an_operator_without_onnx, "DispatchError: No ONNX function found for"),
-        pytest.param(
-            by_a_value,
-            "GuardOnDataDependentSymNode: Could not guard on data-dependent expression",
-            marks=pytest.mark.slow,
-        ),
+        (by_a_value, "GuardOnDataDependentSymNode: Could not guard on data-dependent expression"),
         (that_fails, "KeyError: 'scale'"),
     ],
 )
