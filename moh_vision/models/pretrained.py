@@ -21,6 +21,7 @@ from moh_vision.common.errors import closest, reason_of
 from moh_vision.common.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
+from moh_vision.models.outline import without_values
 from moh_vision.models.weight_files import read_metadata, weights_file, weights_said
 from moh_vision.models.weights import (
     advise_on_model_name,
@@ -61,7 +62,7 @@ def name_and_arguments(config, wing: str, fresh: bool = False) -> tuple[str, dic
     refuse_missing_source("model.pretrained", section.pretrained)
     try:
         name, arguments, _ = of_source(section.pretrained, wing)
-        with torch.device("meta"):
+        with without_values():
             routed = not is_dense(create(name, wing, **arguments))
     except Exception as error:  # files of others may hold anything
         near = ""
@@ -164,7 +165,7 @@ def outline_of(source: str, wing: str) -> nn.Module | None:
             return None
         else:
             name, arguments, _ = of_source(source, wing)
-        with torch.device("meta"):
+        with without_values():
             return create(name, wing, **arguments)
     except Exception:  # files of others may hold anything
         return None
@@ -242,7 +243,7 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
         )
     if timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("timm."):
         arguments = {"base": name, "router": "dense", **arguments}
-        with torch.device("meta"):  # raises if the model cannot be converted
+        with without_values():  # raises if the model cannot be converted
             timm.create_model("moh_vit", **arguments)
         return "moh_vit", arguments, cfg
     check_name(name, "classification")

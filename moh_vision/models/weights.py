@@ -21,6 +21,7 @@ from moh_vision.common.wings import WINGS
 from moh_vision.models.class_names import assumed_order, indices_of, listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.mlp_groups import refuse_other_groups, zero_mlp_routers
+from moh_vision.models.outline import without_values
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
 from moh_vision.models.weight_files import (
     read_safetensors,
@@ -205,7 +206,7 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
     refuse_fetch(arguments, f"the metadata of {file}")
     _refuse_sizes(file, state, arguments)
     try:
-        with torch.device("meta"):
+        with without_values():
             outline = create(name, wing, **arguments)
             take_shared_heads(outline, state)
     except ValueError as error:

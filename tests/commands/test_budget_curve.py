@@ -138,6 +138,7 @@ def curve(run_command, monkeypatch, hours_pass):
     """curve(*argv) runs the command and returns the lines of its figure, and what it printed."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     hours_pass()
+    monkeypatch.setattr(budget_curve, "VISIT", 0)
 
     def run(*argv):
         code, out, _ = run_command("budget-curve", *argv)

@@ -24,7 +24,6 @@ BY_TIMESTEP = dict(DIT, scope="sample", route_by="timestep")
 BUDGET = [[1, 1], [2, 1]]
 BLOCK = dict(
     norm_layer="rmsnorm",
-    swiglu_mlp=True,
     use_rot_pos_emb=True,
     qk_norm=True,
     class_tokens=2,
@@ -107,13 +106,15 @@ def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
 
 
 def test_a_dit_with_static_heads_has_only_these_heads(run, to_onnx, tmp_path):
-    model, folder = run("dit", {**DIT, **ONE})
-    load = HeadLoad(head_budget(model)["layers"], {"class": ["a"]})
-    # The number of tokens for which each of 4 heads ran, and of all tokens.
-    load.sums += torch.tensor([9, 9, 2, 5, 9])
+    """Groups of MLPs stay, for each image to choose."""
+    model, folder = run("dit", {**DIT, **ONE, "scope": "sample", "mlp_budget": 0.5})
+    load = HeadLoad(routed_layers(model), {"class": ["a"]})
+    # The number of tokens for which each of 4 heads and of 8 groups ran, and of all tokens.
+    load.sums += torch.tensor([9, 9, 2, 5, 9] + [9, 9, 0, 0, 9, 0, 9, 0, 9])
     load.save(tmp_path / "load.json")
     said, file, session = to_onnx(folder, "--static-heads", tmp_path / "load.json", "--batch", 2)
     assert "heads: 2 of 4 are in the graph" in said
+    assert "groups of MLPs: the graph computes 4 of 8, which each image chooses" in said
     inputs = dict(hidden_states=torch.randn(2, 1, 4, 4), timestep=torch.tensor([300.0, 9.0]))
     inputs["class_labels"] = torch.tensor([0, 3])
     keep_heads(model, [[0, 1]])
@@ -130,8 +131,9 @@ def test_a_dit_with_static_heads_has_only_these_heads(run, to_onnx, tmp_path):
     assert shapes & {(16, 24), (24, 16)} and not shapes & {(16, 48), (48, 16)}
 
 
+@pytest.mark.slow  # the norms, rotary positions and class tokens of JiT's block are also in the test of groups
 def test_a_dit_with_the_block_of_jit_in_onnxruntime(run, to_onnx):
-    model, folder = run("dit", {**DIT, **ONE, **BLOCK})
+    model, folder = run("dit", {**DIT, **ONE, **BLOCK, "swiglu_mlp": True})
     _, _, session = to_onnx(folder)
     inputs = dict(hidden_states=torch.randn(3, 1, 4, 4), timestep=torch.tensor([300.0, 9.0, 0.0]))
     inputs["class_labels"] = torch.tensor([0, 3, 1])
@@ -143,7 +145,7 @@ def test_a_dit_with_the_block_of_jit_in_onnxruntime(run, to_onnx):
 
 def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command):
     """A process without this package can read the file, because it holds no operators of the package."""
-    model, folder = run("dit", {**BY_TIMESTEP, **ONE})
+    model, folder = run("dit", {**BY_TIMESTEP, **ONE, "swiglu_mlp": True})
     file = tmp_path / "model.pt2"
     code, said, _ = run_command("export", folder, "--format", "torch-export", "--output", file)
     assert code == 0 and "computes 2 of 4, which each image chooses" in said
@@ -165,7 +167,7 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command)
 
 def test_groups_in_onnxruntime(run, to_onnx):
     """At another share than the saved one; an image computes the groups that it chose."""
-    model, folder = run("dit", {**BY_TIMESTEP, **ONE, "mlp_budget": 0.75})
+    model, folder = run("dit", {**BY_TIMESTEP, **ONE, **BLOCK, "mlp_budget": 0.75})
     said, _, session = to_onnx(folder, "--mlp-budget", "0.5")
     assert "heads: the graph computes 2 of 4" in said
     assert "groups of MLPs: the graph computes 4 of 8, which each image chooses" in said
@@ -181,6 +183,7 @@ def test_groups_in_onnxruntime(run, to_onnx):
     assert (torch.from_numpy(got) - want).abs().max() < 3e-5 * want.abs().max()
 
 
+@pytest.mark.slow  # as a DiT above
 def test_static_heads_leave_groups_to_each_image(run, tmp_path, run_command):
     model, folder = run("vit", {**VIT, **ONE, "scope": "sample", "mlp_budget": 0.5})
     load = HeadLoad(routed_layers(model), {"class": ["a"]})
@@ -274,12 +277,13 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     refuse("layer 0 'gate_scale' 'paper'", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
+# Without the model, whose export takes seconds.
 def of_an_operator_without_onnx(self, images):
-    return self.model(images) + torch.linalg.matrix_exp(images[:, 0]).mean()
+    return images.flatten(1) + torch.linalg.matrix_exp(images[:, 0]).mean()
 
 
 def by_a_value(self, images):
-    logits = self.model(images)
+    logits = images.flatten(1)
     return logits if logits.sum() > 0 else -logits
 
 

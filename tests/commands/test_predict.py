@@ -173,10 +173,10 @@ def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
         """Validate a data set; return the path and the rows of its list of predictions."""
         file = tmp_path / f"{source.name}.csv"
         argv = ["--checkpoint", run, "--data.root", source, "--predictions", file, *argv]
-        validate.main([str(a) for a in [*argv, "--data.eval_batch_size", 7, "--data.workers", 1]])
+        validate.main([str(a) for a in [*argv, "--data.eval_batch_size", 7]])
         return file, list(csv.DictReader(file.open()))
 
-    file, listed = rows(root, "--data.max_bad_fraction", 0.1)
+    file, listed = rows(root, "--data.max_bad_fraction", 0.1, "--data.workers", 1)
     assert [row["image"] for row in listed] == sorted(found) and len(listed) == 19
     for row in listed:
         probabilities = found[row["image"]]

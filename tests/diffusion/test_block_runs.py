@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import moh_vision
+from moh_vision.__main__ import main as command
 from moh_vision.attention import head_budget
 from moh_vision.diffusion import MoHDiTPipeline, train
 from tests.support.small_runs import arguments, whole_and_resumed
@@ -61,25 +62,32 @@ POSITIONS = {
 }
 
 
+def positions(rotary):
+    return ["--model.num_heads=4", f"--model.kwargs={{use_rot_pos_emb: {rotary}}}"]
+
+
+@pytest.fixture(scope="module")
+def sources(trained, tmp_path_factory):
+    """(rotary, published) -> a run with or without rotary positions, or the folder published of it."""
+    found = {}
+    for rotary in ("true", "false"):
+        run = trained("dit", 1, *positions(rotary))
+        folder = tmp_path_factory.mktemp("published") / rotary
+        assert command(["publish", str(run), "--output", str(folder)]) == 0
+        found |= {(rotary, False): run, (rotary, True): folder}
+    return found
+
+
 @pytest.mark.parametrize("case", POSITIONS)
 @pytest.mark.parametrize("published", [False, True], ids=["run", "published"])
 def test_a_line_says_if_weights_begin_at_other_positions(
-    case, published, tmp_path, capsys, run_command
+    case, published, sources, tmp_path, capsys
 ):
     """No weight of a file differs, and every output does."""
     before, now, words = POSITIONS[case]
-
-    def run(name, rotary, *more):
-        options = ["--model.num_heads=4", f"--model.kwargs={{use_rot_pos_emb: {rotary}}}", *more]
-        train.main(arguments("dit", tmp_path / name, 1, 1, *options))
-        return tmp_path / name
-
-    source = run("source", before)
-    if published:
-        code, _, _ = run_command("publish", source, "--output", tmp_path / "published")
-        assert code == 0
-        source = tmp_path / "published"
+    source = sources[before, published]
     capsys.readouterr()
-    run("next", now, "--init-from", source)
+    options = [*positions(now), "--init-from", source]
+    train.main(arguments("dit", tmp_path / "next", 1, 1, *options))
     found = re.search("was trained with use_rot_pos_emb (.*)", capsys.readouterr().out)
     assert (found and found[1]) == words

@@ -5,6 +5,7 @@ a divisor of at least 0.05 (Li and He 2025).
 """
 
 import argparse
+import itertools
 import re
 
 import numpy as np
@@ -18,6 +19,7 @@ from moh_vision.diffusion import sample, train
 from moh_vision.models import dit
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import init_from, load_checkpoint
+from tests.support.covering import covering
 from tests.support.jit_equations import CLASSES, SIZES, predicted_image, published_weights
 from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, refuse, refused
@@ -115,12 +117,14 @@ def in_bytes(images):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sampler", ["euler", "heun"])
-@pytest.mark.parametrize("scale", [1, 2])
-@pytest.mark.parametrize("name, noise_scale", [("jit_base_patch16", 1), ("jit_base_patch32", 2)])
+@pytest.mark.parametrize(
+    "patch, scale, sampler", covering(itertools.product([16, 32], [1, 2], ["euler", "heun"]))
+)
 def test_sampled_images_equal_those_of_a_loop(
-    weights, file, tmp_path, small_variant, name, noise_scale, scale, sampler
+    weights, file, tmp_path, small_variant, patch, scale, sampler
 ):
+    name = f"jit_base_patch{patch}"
+    noise_scale = patch // 16
     argv = f"--checkpoint {file} --model {name} --num-images 3 --sampler {sampler} --steps {STEPS}"
     guidance = ["--cfg-scale", str(scale)]
     if scale > 1:

@@ -22,6 +22,25 @@ FEW = "--num-images 3 --batch-size 3 --sampler ddim --steps 2 --cfg-scale 2".spl
 THEIRS = {"routed": "wg", "balance": "wg_0", "shared": "wg_1"}
 
 
+# Sizes of the models below; those of the released ones are in tests/models/test_every_family.py.
+SMALL = dict(embed_dim=32, depth=2, num_heads=8)
+SMALLER = {
+    "dit_small_patch2": SMALL,
+    "dit_small_patch8": SMALL,
+    "moh_dit_small_patch2_75": dict(SMALL, head_budget=[(2, 2), (8, 0)]),
+    "moh_dit_small_patch2_90": dict(SMALL, head_budget=[(3, 4), (8, 0)]),
+    "moh_dit_xlarge_patch2_90": dict(SMALL, head_budget=[(1, 2)] * 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def smaller(monkeypatch):
+    """The names stand for smaller models."""
+    for name, sizes in SMALLER.items():
+        for key, value in sizes.items():
+            monkeypatch.setitem(dit.VARIANTS[name], key, value)
+
+
 def published(folder, name, **sizes):
     """Random weights in a .pt as the official MoH-DiT's, for images of 64 pixels: under the names of its code, the EMA beside the model."""
     torch.manual_seed(2)
@@ -56,14 +75,11 @@ def refused(capsys, *argv):
 
 @pytest.mark.parametrize("options", [[], ["--model", "moh_dit_xlarge_patch2_90"]])
 def test_published_weights_are_fetched_by_their_name(tmp_path, monkeypatch, capsys, draw, options):
-    """As from the hub, of a smaller model."""
+    """As from the hub."""
     name = "moh_dit_xlarge_patch2_90"
     vae = tmp_path / "vae"
     save_tiny_vae(vae, seed=5)
     argv = ["--checkpoint", name, *options]
-    small = dict(embed_dim=32, depth=2, num_heads=4, head_budget=[(1, 2)] * 2)
-    for key, value in small.items():
-        monkeypatch.setitem(dit.VARIANTS[name], key, value)
     file = published(tmp_path, name, img_size=32)
     fetched = []
 
@@ -157,8 +173,8 @@ def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsy
 
 def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
     """A file for images of 512 pixels, and the same weights as a folder of diffusers' transformer: the same images."""
-    sizes = dict(num_layers=12, sample_size=64, patch_size=8, out_channels=8, num_embeds_ada_norm=5)
-    theirs = diffusers_dit(num_attention_heads=6, attention_head_dim=64, **sizes)
+    sizes = dict(num_layers=2, sample_size=64, patch_size=8, out_channels=8, num_embeds_ada_norm=5)
+    theirs = diffusers_dit(num_attention_heads=8, attention_head_dim=4, **sizes)
     folder = tmp_path / "transformer"
     vae = tmp_path / "vae"
     name = "dit_small_patch8"

@@ -122,13 +122,13 @@ def test_sampled_images_equal_those_of_a_loop(weights, file, tmp_path, monkeypat
 def test_solvers_of_the_ode_come_near_to_each_other(file):
     model = sit(file)
     images = {}
-    for sampler, steps in (("heun", 100), ("dopri5", 1), ("euler", 400), ("euler", 100)):
+    for sampler, steps in (("heun", 50), ("dopri5", 1), ("euler", 100), ("euler", 25)):
         pipe = MoHDiTPipeline(model, make_scheduler(sampler, steps, False, False))
         generators = [torch.Generator().manual_seed(i) for i in range(8)]
         options = dict(num_inference_steps=steps, generator=generators, output_type="latent")
         images[sampler, steps] = pipe([0] * 8, guidance_scale=1, **options).images
-    exact = images["heun", 100]
-    far, near = ((images["euler", steps] - exact).square().mean().sqrt() for steps in (100, 400))
+    exact = images["heun", 50]
+    far, near = ((images["euler", steps] - exact).square().mean().sqrt() for steps in (25, 100))
     assert near < 0.3 * far and far < 0.05 * exact.std()
     assert (images["dopri5", 1] - exact).square().mean().sqrt() < 2e-3 * exact.std()
 

@@ -130,10 +130,10 @@ def test_stored_latents_are_those_that_are_made_in_every_step(name, images, stor
     torch.testing.assert_close(latents, online.encode(batch)["images"], rtol=1e-5, atol=1e-5)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("VA-VAE", "FLUX.2")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("VA-VAE", "FLUX.2", "DC-AE")]
 
 
-@pytest.mark.parametrize("name", ["DC-AE", "RAE", *SLOW])
+@pytest.mark.parametrize("name", ["RAE", *SLOW])
 def test_from_images_to_images(name, images, stored, tmp_path, capsys):
     vae, cache = stored(name)
     run = tmp_path / "run"

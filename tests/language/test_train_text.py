@@ -223,7 +223,7 @@ def test_the_mean_of_the_newest_whole_checkpoints(data, tmp_path):
     refuse(f"{tmp_path}/none/checkpoints whole", lambda: average_checkpoints(tmp_path / "none", 2))
 
 
-@pytest.mark.parametrize("task", ["mt", "mlm", "clm"])
+@pytest.mark.parametrize("task", ["mt", "mlm", pytest.param("clm", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(task, data, tmp_path):
     # Stopped between two saves: that checkpoint is none of those that are averaged.
     options = "--optim.accumulation 2 --eval-every 3 --save-every 3 --average 3".split()

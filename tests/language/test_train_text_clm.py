@@ -448,8 +448,9 @@ def test_dry_run(texts, tmp_path, capsys):
     assert "active heads: 4 of 8" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
-def test_a_bad_id_in_the_middle_ends_the_run(texts, tmp_path):
-    """In one line, from a process of the loader, which must not be waited for."""
+@pytest.fixture
+def damaged(texts, tmp_path):
+    """The command line of a run whose ids hold one that is no token."""
     shutil.copytree(texts / "ids", tmp_path / "ids")
     file = tmp_path / "ids" / "train-00000" / "ids.bin"
     ids = np.fromfile(file, "<u2")
@@ -461,11 +462,29 @@ def test_a_bad_id_in_the_middle_ends_the_run(texts, tmp_path):
     argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", texts / "new", *CLM]
     argv += ["--data.workers", 1, "--max-steps", 900]
     argv += ["--model.pretrained", texts / "llama", "--output", tmp_path / "run"]
-    # A process, because its end is what might wait.
-    command = [sys.executable, ROOT / "train_text.py", *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 1 and len(lines) == 1, lines
+    return [*map(str, argv)], f"{file.parent} {len(ids) // 2} 77 20"
+
+
+def check_bad_id(code, error, facts):
+    lines = error.splitlines()
+    assert code == 1 and len(lines) == 1, lines
     assert lines[0].startswith("train_text.py: error: ")
-    refusals.assert_says(lines[0], f"{file.parent} {len(ids) // 2} 77 20")
+    refusals.assert_says(lines[0], facts)
     assert "Traceback" not in lines[0] and "worker" not in lines[0]
+
+
+def test_a_bad_id_in_the_middle_ends_the_run(damaged, capfd):
+    """In one line, from a process of the loader."""
+    argv, facts = damaged
+    with pytest.raises(SystemExit) as ended:
+        train_text.main(argv)
+    check_bad_id(ended.value.code, capfd.readouterr().err, facts)
+
+
+@pytest.mark.slow
+def test_a_bad_id_in_the_middle_ends_the_process(damaged):
+    """It must not wait for the loader's."""
+    argv, facts = damaged
+    command = [sys.executable, ROOT / "train_text.py", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    check_bad_id(done.returncode, done.stderr, facts)

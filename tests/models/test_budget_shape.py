@@ -101,7 +101,13 @@ def test_a_converted_language_model_is_uniform():
     assert half(moh_vision.convert(model)) == UNIFORM
 
 
-@pytest.mark.parametrize("spec, expected", [("uniform:0.75", [4, 4]), ("ramp:0.75", [3, 5])])
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        ("uniform:0.75", [4, 4]),
+        pytest.param("ramp:0.75", [3, 5], marks=pytest.mark.slow),
+    ],
+)
 def test_runs_and_published_folders_keep_it(spec, expected, tmp_path, capsys):
     """A run that is trained at every share, validated at 0.5 and published runs the same heads."""
     run = tmp_path / "run"

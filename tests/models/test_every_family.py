@@ -118,13 +118,34 @@ def test_init_weights_of_an_empty_model(family, router):
     assert model(*inputs).isfinite().all()
 
 
+def shallow(family):
+    """Return a model with MoH's router, and its inputs."""
+    more = {}
+    if family == "transnext":
+        more = dict(depths=(1, 1, 1, 1))
+    model, inputs = FAMILIES[family]("moh", **more)
+    return awake(model), inputs
+
+
+@pytest.mark.parametrize(
+    "family", ["vit", "dit", pytest.param("transnext", marks=pytest.mark.slow)]
+)
+@torch.no_grad()
+def test_exported(family):
+    model, inputs = shallow(family)
+    want = tensors(model(*inputs))
+    two = tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(model, two, dynamic_shapes=tuple({0: batch} for _ in two))
+    assert "autocast" not in str(program.graph)
+    three = program.module()(*(x[[0, 1, 0]] for x in two))
+    torch.testing.assert_close(tensors(three), want.expand(3, *want.shape[1:]))
+
+
 @pytest.mark.parametrize("family", VISION)
-def test_routed_exported_and_saved(family, tmp_path):
+def test_routed_and_saved(family, tmp_path):
     """`forward_routed` is the model's forward; a lowered budget comes back from what timm or diffusers save."""
-    model, inputs = FAMILIES[family](
-        "moh", **(dict(depths=(1, 1, 1, 1)) if family == "transnext" else {})
-    )
-    awake(model)
+    model, inputs = shallow(family)
     with torch.no_grad():
         want = tensors(model(*inputs))
         output, stats = model.forward_routed(*inputs)
@@ -132,12 +153,6 @@ def test_routed_exported_and_saved(family, tmp_path):
         assert [s.counts.shape for s in stats] == [
             (1, layer.num_heads) for layer in attention_layers(model)
         ]
-        two = tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs)
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(model, two, dynamic_shapes=tuple({0: batch} for _ in two))
-        assert "autocast" not in str(program.graph)
-        three = program.module()(*(x[[0, 1, 0]] for x in two))
-        torch.testing.assert_close(tensors(three), want.expand(3, *want.shape[1:]))
         layers = moh_vision.head_budget(model)["layers"]
         lower = [(b["shared"], max(b["routed"] - 1, min(b["routed"], 1))) for b in layers]
         want = tensors(moh_vision.set_head_budget(model, lower)(*inputs))

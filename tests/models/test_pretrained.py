@@ -228,10 +228,11 @@ def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
     "main, name, x",
     [
         (train_cls.main, "moh_vit_tiny_patch16_224", [torch.ones(2, 1, 8, 8)]),
-        (
+        pytest.param(
             train_dit.main,
             "dit_small_patch2",
             [torch.ones(2, 1, 8, 8), torch.tensor([7, 800]), torch.tensor([1, 2])],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -7,8 +7,6 @@ import argparse
 import copy
 import json
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -163,7 +161,8 @@ def test_what_a_message_says_of_other_objects_helps(tmp_path, monkeypatch):
         moh_vision.load_checkpoint(model, "score.pth")
     assert str(caught.value).isprintable()
     command = str(caught.value).partition(": python -c ")[2]
-    subprocess.run([sys.executable, "-c", *shlex.split(command)], check=True)
+    (code,) = shlex.split(command)
+    exec(code, {})
     moh_vision.load_checkpoint(model, "weights.pth")
     assert small_runs.same(model, state)
 

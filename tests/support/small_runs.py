@@ -21,7 +21,7 @@ SMALL = dict(
     dit="--config configs/quickstart/dit.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --label_drop 0.1",
     text="--model.name mt_mae_7 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
     "--model.kwargs.num_attention_heads 4 --model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 "
-    "--data.source de --data.target en --data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 1 "
+    "--data.source de --data.target en --data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 1 --generate.max_length 8 "
     "--optim.lr 1e-3 --optim.warmup_steps 20",
     clm="--model.name clm_moh_small_75 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
     "--model.kwargs.num_attention_heads 8 --model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 "
