@@ -321,8 +321,8 @@ def made(monkeypatch):
 
 
 RUNS = [
-    pytest.param("cls", ["--budget_range", "[0.5, 1.0]"], id="cls"),
-    pytest.param("dit", ["--optim.accumulation", "2"], id="dit", marks=pytest.mark.slow),
+    pytest.param("cls", ["--budget_range", "[0.5, 1.0]"], id="cls", marks=pytest.mark.slow),
+    pytest.param("dit", ["--optim.accumulation", "2"], id="dit"),
 ]
 
 
