@@ -27,7 +27,7 @@ HALF = dict(img_size=32, depth=1, head_budget="uniform:0.5")
 ONNX = dict(
     dense=dict(img_size=32, depth=1, router="dense"), fixed=HALF, image=dict(HALF, scope="sample")
 )
-MOA = dict(TOKENS=64, MOA_TOKENS=(16,), MAE_TOKENS=(16,), MOA={"8K64E256D": (2, 16, 64)})
+MOA = dict(TOKENS=256, MOA_TOKENS=(16,), MAE_TOKENS=(16,), MOA={"8K64E256D": (2, 16, 64)})
 GPU = "--device cpu --quick --seed 0 --compile-seconds 0 --parts "
 # file: (what is smaller in it, options)
 BENCHMARKS = {
