@@ -28,7 +28,7 @@ ONNX = dict(
     dense=dict(img_size=32, depth=1, router="dense"), fixed=HALF, image=dict(HALF, scope="sample")
 )
 MOA = dict(TOKENS=256, MOA_TOKENS=(16,), MAE_TOKENS=(16,), MOA={"8K64E256D": (2, 16, 64)})
-GPU = "--device cpu --quick --seed 0 --compile-seconds 0 --parts 'layer vit_base token bfloat16' races "
+GPU = "--device cpu --quick --seed 0 --compile-seconds 0 --parts "
 # file: (what is smaller in it, options)
 BENCHMARKS = {
     "attention": (
@@ -37,14 +37,15 @@ BENCHMARKS = {
     ),
     "models": (
         dict(STEPS=2, GUIDED_STEPS=1, SHARES=(0.75,), SIZES=SIZES),
-        "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted groups_small groups_small_train",
+        "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted groups_small_train",
     ),
     "checkpoint": ({}, "--rounds 2 --depth 1 --folder ."),
     "loader": (dict(BATCH=4), "--images 12 --seconds 0 --workers 0"),
     "gpu": (
         {},
         GPU
-        + "profile peaks 'numerics token' 'numerics groups of a sample 72' prefill 'layer dit_xlarge_mlp' "
+        + "profile peaks 'numerics token 64 bfloat16 0.5' 'numerics token 64 float' 'numerics token 64 tf32 0.5' "
+        "'numerics groups of a sample 72' prefill 'layer vit_base token bfloat16' 'layer dit_xlarge_mlp' races "
         "'sampling dit_xlarge' 'step vit_base eager'",
     ),
     "export": (dict(SIZE=[3, 32, 32], BATCHES=(1,), CASES=ONNX), ""),
@@ -85,6 +86,8 @@ def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monk
             for n in ("vit_small", "one_image")
         }
         monkeypatch.setattr(module, "SHAPES", few)
+    if name == "gpu":
+        monkeypatch.setattr(benchmark("gpu_profile"), "STEPS", 1)
     if name == "export":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'export')")
         assert "| onnxruntime | image |" in run(name, options)[1].out
@@ -129,6 +132,7 @@ def test_the_time_of_an_export_is_over_that_of_the_dense_twin(run, monkeypatch):
     assert "| vit_base | " in run("export_seconds", "")[1].out
 
 
+@pytest.mark.slow
 def test_host_time_is_over_that_of_timm():
     """A process of its own: the benchmark replaces Triton's interpreter by nothing."""
     pytest.importorskip("triton")

@@ -4,6 +4,8 @@ A call that differs from all measured ones in a field of its signature would be 
 heads, without a word. Here every call that could skip heads must have a row; the few that cannot are named with a reason.
 """
 
+import itertools
+
 import pytest
 
 from moh_vision.attention.executors import measurement_table
@@ -31,7 +33,7 @@ SCORES = (
     *("--score.split", "val", "--score.extractor", "RUN"),
 )
 
-# Case -> small run and its options.
+# Case -> small run and its options. A case of SLOW has its kinds of calls in another one too, together with more.
 TRAININGS = {
     "images, per token": ("cls", HALF),
     "images, per sample": ("cls", (*HALF, *PER_SAMPLE)),
@@ -83,7 +85,21 @@ def train(name, folder, *options):
     return folder
 
 
-@pytest.mark.parametrize("case", TRAININGS)
+SLOW = {
+    "images, per token",
+    "images, per sample",
+    "images, groups",
+    "diffusion, per token",
+    "diffusion, by timestep",
+    "diffusion, bfloat16",
+    "diffusion, autoguided",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TRAININGS],
+)
 def test_of_a_training(case, measured, tmp_path, capsys):
     """Evaluations, previews and scores included."""
     name, options = TRAININGS[case]
@@ -150,7 +166,14 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "per token",
+        pytest.param("per sample", marks=pytest.mark.slow),
+        "groups, bfloat16",
+    ],
+)
 def test_of_commands_on_a_run(case, measured, tmp_path, run_command):
     """They follow what the run has measured, which is in the user's cache."""
     run = train("cls", tmp_path / "run", *RUNS[case])
@@ -181,8 +204,25 @@ ROUTED_BY = {
 }
 
 
-@pytest.mark.parametrize("routed_by", ROUTED_BY)
-@pytest.mark.parametrize("case", SAMPLINGS)
+# What guides meets each way of routing; of the other cases one way is fast.
+FAST = {
+    ("guided by fewer heads", "token"),
+    ("not guided", "sample"),
+    ("guided in an interval", "timestep"),
+    ("one image", "timestep"),
+    ("one image, guided in an interval", "token"),
+}
+
+
+@pytest.mark.parametrize(
+    "case, routed_by",
+    [
+        pytest.param(
+            *given, marks=() if given[0] == "guided" or given in FAST else pytest.mark.slow
+        )
+        for given in itertools.product(SAMPLINGS, ROUTED_BY)
+    ],
+)
 def test_of_sampling(case, routed_by, measured, tmp_path, capsys):
     heads, options = SAMPLINGS[case]
     run = run_of(tmp_path, 3, pixels=True, heads=heads, routing=ROUTED_BY[routed_by])

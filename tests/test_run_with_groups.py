@@ -68,7 +68,7 @@ def published(runs, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", WINGS)
+@pytest.mark.parametrize("name", [pytest.param("cls", marks=pytest.mark.slow), "dit"])
 def test_resuming_changes_no_bit(name, tmp_path):
     """Of weights, EMA and optimiser, with an elastic budget, whose steps run other groups too."""
     more = [*MORE[name], "--budget_range", "0.5", "1.0", "--ema.decay", "0.5"]
@@ -196,7 +196,10 @@ def started(folder, source, *more):
     return moh_vision.load_run(folder)
 
 
-@pytest.mark.parametrize("case", STARTS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param("with routers of MLPs", marks=pytest.mark.slow), "with other shared groups"],
+)
 def test_a_run_starts_with_the_groups_of_weights(trained, tmp_path, case):
     """Their routers and their number of shared groups; the share is the run's."""
     source = trained("cls", 2, *STARTS[case])

@@ -421,10 +421,11 @@ def unknown_key(name: str, keys: dict[str, Key]) -> str:
     if "." not in name:
         known += dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
     # First choice: a key that other projects call by this name, with or without a section.
+    called = {name, name.partition(".")[2]}
     near = [
         known_name
         for known_name, key in keys.items()
-        if {name, name.partition(".")[2]} & set(key.options.get("also", "").split())
+        if not called.isdisjoint(key.options.get("also", "").split())
     ]
     # Second choice: a key of this name in some section, which was left out or is wrong.
     leaf = name.rpartition(".")[2]

@@ -144,8 +144,10 @@ def test_blocks_learn_as_eager_ones_and_skip_heads(family, path, graphs):
 @pytest.mark.parametrize(
     "task, decay, compiled",
     [
-        ("cls", 0, dict(training={True}, inference={True})),
-        ("dit", 0.9, dict(training={True}, inference={True, False})),
+        pytest.param(
+            "cls", 0, dict(training={True}, inference={True}), marks=pytest.mark.slow, id="cls"
+        ),
+        pytest.param("dit", 0.9, dict(training={True}, inference={True, False}), id="dit"),
     ],
 )
 def test_attention_is_measured_in_the_mode_that_runs(

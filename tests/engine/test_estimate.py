@@ -28,6 +28,12 @@ ROWS = [
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def short_product(monkeypatch):
+    """Measure the rate of a large product for a moment."""
+    monkeypatch.setattr(estimate, "PRODUCT_SECONDS", 0.01)
+
+
 def rows(out):
     """Return row -> its value of the table in a printed text."""
     lines = out.splitlines()
@@ -48,7 +54,12 @@ def clock(monkeypatch):
     monkeypatch.setattr(step_times, "time", fake)
 
 
-@pytest.mark.parametrize("task, unit", [("cls", "img"), ("dit", "img"), ("text", "tok"), ("clm", "tok")])  # fmt: skip
+@pytest.mark.parametrize("task, unit", [
+    ("cls", "img"),
+    pytest.param("dit", "img", marks=pytest.mark.slow),
+    ("text", "tok"),
+    pytest.param("clm", "tok", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_an_estimate_prints_its_table_and_leaves_nothing_behind(tmp_path, capsys, task, unit):
     script(task).main(arguments(task, tmp_path / "run", 2, 1, "--estimate"))
     values = rows(capsys.readouterr().out)
@@ -185,7 +196,7 @@ def test_on_a_cpu_the_micro_batch_follows_from_the_growth(each, room, found, siz
     assert largest_by_growth(None, do, 8).startswith("not known on this device")
 
 
-@pytest.mark.parametrize("task", ["cls", "clm"])
+@pytest.mark.parametrize("task", ["cls", pytest.param("clm", marks=pytest.mark.slow)])
 def test_the_largest_micro_batch_is_said_below_the_table(tmp_path, capsys, monkeypatch, task):
     monkeypatch.setattr(estimate, "ENOUGH_MIB", 1)
     script(task).main(arguments(task, tmp_path / "run", 2, 1, "--estimate", "largest-batch"))

@@ -16,6 +16,11 @@ from tests.support.pictures import gradient, write_folder
 from tests.support.refusals import refuse
 
 SCRIPTS = {"cls": (train_cls, ClsConfig), "dit": (train_dit, DitConfig)}
+# The configurations as they are: test_a_folder_of_classes_needs_no_splits[cls] and test_pictures_without_classes.
+SMALLER = {
+    "cls": ["--model.depth", "1", "--model.embed_dim", "48"],
+    "dit": ["--model.depth", "3"],
+}
 # Training images and images of a batch -> steps and warm-up of a classifier and of a diffusion model.
 STEPS = {
     "100": (100, 64, dict(cls=(600, 30), dit=(2400, 120))),
@@ -83,6 +88,7 @@ def test_a_run_needs_the_folder_alone(script, tmp_path, monkeypatch, capsys):
     root = write_pictures(tmp_path / "photos")
     command = ["--config", f"{script}/own_pictures", "--data.root", str(root)]
     command += ["--output", str(tmp_path / "run"), "--optim.batch_size", "2"]
+    command += SMALLER[script]
     rates = tmp_path / "run" / "metrics.jsonl"
     main([*command, "--log_every", "1"])
     out = capsys.readouterr().out
@@ -111,7 +117,7 @@ def test_a_folder_of_classes_needs_no_splits(script, tmp_path, capsys):
     argv = ["--config", f"{script}/own_pictures", "--data.root", str(root), "--output", run]
     argv += ["--max_steps", "2"]
     if script == "dit":
-        main(argv)
+        main([*argv, *SMALLER["dit"]])
         out = capsys.readouterr().out
         assert f"{root}: 14 training images of 2 classes; 2 steps" in out
         return

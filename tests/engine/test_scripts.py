@@ -39,7 +39,7 @@ from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, refused
 from tests.support.small_runs import arguments, entries, logged, results, same, script
 
-STEPS = 30
+STEPS = 10
 
 
 TWO_STEPS = "--optim.lr 1e-3 --optim.min_lr 0 --optim.warmup_steps 0 --optim.epochs .04".split()
@@ -71,9 +71,9 @@ def test_training_writes_what_it_promises(runs, task):
     written = {path.name for path in run.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "checkpoints", *weights} <= written
     checkpoints = run / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_28", "step_30"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_10", "step_8"]
     # A model without MAE's gates has no second optimiser.
-    saved = {path.name for path in (checkpoints / "step_30").iterdir()}
+    saved = {path.name for path in (checkpoints / "step_10").iterdir()}
     assert saved == {"model.safetensors", "ema.safetensors", "optimizer.safetensors", "step.json"}
     steps = logged(run)
     assert [e["step"] for e in steps] == list(range(1, STEPS + 1))
@@ -181,12 +181,12 @@ def test_a_line_says_if_weights_begin_with_other_heads(tmp_path, capsys, task):
 
     assert said("source", 4) == []
     source = tmp_path / "source"
-    assert said("same", 4, f"--init-from={source}") == []
-    other = said("other", 8, f"--init-from={source}")
+    assert said("same", 4, f"--init-from={source}", "--dry-run") == []
+    other = said("other", 8, f"--init-from={source}", "--dry-run")
     assert other == [f"init_from: {source} was trained with 4 heads, this run has 8"]
     # A file of weights alone does not say how many heads they are of.
     save_file(load_file(source / "model.safetensors"), tmp_path / "weights.safetensors")
-    assert said("unknown", 8, f"--init-from={tmp_path}/weights.safetensors") == []
+    assert said("unknown", 8, f"--init-from={tmp_path}/weights.safetensors", "--dry-run") == []
 
 
 # Case -> (tasks, output folder and options); {run} is the folder of a run of 2 steps.
@@ -276,10 +276,10 @@ def test_a_dry_run_writes_nothing(trained, tmp_path):
 
 
 def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, capsys):
-    cls, dit = (runs[0] / task / "checkpoints" / "step_28" for task in ("cls", "dit"))
+    cls, dit = (runs[0] / task / "checkpoints" / "step_8" for task in ("cls", "dit"))
     argv = f"--checkpoint {dit} --num-images 10 --sampler ddim --steps 2 --score digits --extractor {cls}".split()
     sample.main(argv)
-    assert (runs[0] / "dit" / "scores_step_28.json").exists() and damage(dit, 28) is None
+    assert (runs[0] / "dit" / "scores_step_8.json").exists() and damage(dit, 8) is None
     capsys.readouterr()
     validate.main(["--checkpoint", str(cls)])
     assert f"{cls / 'ema.safetensors'} (moh_vit" in capsys.readouterr().out

@@ -312,8 +312,8 @@ def test_a_run_on_a_cpu_says_why_once(tmp_path, capsys, mode):
 
 
 RUNS = [
-    pytest.param("cls", ["--budget_range", "[0.5, 1.0]"], id="cls"),
-    pytest.param("dit", ["--optim.accumulation", "2"], id="dit", marks=pytest.mark.slow),
+    pytest.param("cls", ["--budget_range", "[0.5, 1.0]"], id="cls", marks=pytest.mark.slow),
+    pytest.param("dit", ["--optim.accumulation", "2"], id="dit"),
 ]
 
 

@@ -100,17 +100,17 @@ def test_unknown_extractors(extractor, allowed):
 def test_a_timm_model_is_named():
     model = timm.create_model("resnet10t", num_classes=4)
     result = score(
-        images(20), images(20, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
+        images(8), images(8, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
     )
-    assert result["label"] == "FD-resnet10t@20"
+    assert result["label"] == "FD-resnet10t@8"
     assert result["fd"] > 0
     assert len(result["weights_sha256"]) == 64
     again = score(
-        images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
+        images(8), images(8), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
     )
     assert abs(again["fd"]) < 1e-3
     network = TimmExtractor(model, "x")
-    x = images(20)
+    x = images(8)
     resized = nn.functional.interpolate(
         x / 255, network.size, mode=network.interpolation, antialias=True
     ).clamp(0, 1)

@@ -36,7 +36,16 @@ def test_losses_are_as_recorded(case, data, tmp_path, pytestconfig):
     )
 
 
-@pytest.mark.parametrize("case", ["vit_moh_token", "dit_pixels_sample"])
+@pytest.mark.parametrize(
+    "case, path",
+    [
+        ("vit_moh_token", "cpp"),
+        ("dit_pixels_sample", "torch"),
+        pytest.param("vit_moh_token", "torch", marks=pytest.mark.slow),
+        pytest.param("dit_pixels_sample", "cpp", marks=pytest.mark.slow),
+    ],
+    indirect=["path"],
+)
 def test_float32_follows_with_and_without_compiled_operators(case, path, data, tmp_path):
     """A run in float32, as users have it, follows the curve in float64 from the same weights and random numbers.
 

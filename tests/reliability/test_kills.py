@@ -165,9 +165,7 @@ def disturbed(start, tmp_path, script_name, signals, ahead, save_every):
 
 @pytest.mark.parametrize("script_name", ["cls", "dit"])
 def test_a_kill_and_a_signal(start, tmp_path, script_name):
-    disturbed(
-        start, tmp_path, script_name, [signal.SIGKILL, signal.SIGTERM], ahead=10, save_every=5
-    )
+    disturbed(start, tmp_path, script_name, [signal.SIGKILL, signal.SIGTERM], ahead=6, save_every=3)
 
 
 @pytest.mark.reliability

@@ -1,6 +1,7 @@
 """What is not finite is no number: a step changes nothing and is counted, a validation is not the best, a score is refused."""
 
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -216,10 +217,16 @@ COMMANDS = dict(
     ),
     clm=((main, "publish RUN --output OUT"),),
 )
+LONG = [(math.inf, "cls")]  # the other wings are tried with infinity, and a classifier with NaN
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "value, name",
+    [
+        pytest.param(value, name, marks=pytest.mark.slow if (value, name) in LONG else ())
+        for value, name in itertools.product((math.nan, math.inf), COMMANDS)
+    ],
+)
 def test_weights_that_are_not_finite_are_refused(name, value, runs, tmp_path, capsys):
     """By every command, with the file and the first tensor."""
     run = runs[name]
