@@ -114,12 +114,13 @@ class CausalWindows(Dataset):
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         _, window = item
         first = min(window * self.stride, len(self.tokens.ids) - self.width)
-        piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
+        start = max(0, first - 1)
+        piece = self.tokens.ids[start : first + self.width].astype(np.int64)
         # The file may be damaged, and an error on a GPU would not name it.
         if piece.max() >= self.vocabulary_size:
             raise ValueError(
-                f"{self.tokens.name}, token {first}: token id {piece.max()}, but the vocabulary has "
-                f"{self.vocabulary_size} tokens"
+                f"{self.tokens.name}, token {start + piece.argmax()}: token id {piece.max()}, but the "
+                f"vocabulary has {self.vocabulary_size} tokens"
             )
         if first == 0:  # no token comes before the first one
             piece = np.concatenate([[self.eos], piece])
