@@ -336,7 +336,7 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
     )
     train = inputs(tmp_path / "o", tokenizer=str(one)).train
     refuse(
-        f"{tmp_path}/o/train-00000 16 77 12",
+        f"{tmp_path}/o/train-00000 20 77 12",
         lambda: [*map(train.__getitem__, enumerate(range(5)))],
     )
 
