@@ -62,7 +62,7 @@ class PositionSampler:
         self.shard_sizes = tuple(self.shard_sizes)
         self.total = sum(self.shard_sizes)
         if self.total < 1:
-            raise ValueError("shard_sizes holds no training samples; expected 1 or more")
+            raise ValueError("there are no training samples; expected 1 or more")
         if self.batch_size % (self.accumulation * self.world):
             divisor = f"accumulation {self.accumulation} x processes {self.world}"
             raise ValueError(f"optim.batch_size {self.batch_size} is not a multiple of {divisor}")
