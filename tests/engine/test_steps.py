@@ -11,6 +11,7 @@ import torch
 from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.run_folder import RunFolder
 from moh_vision.engine.step import average_over_step, learning_rate, set_learning_rate
+from moh_vision.engine.step_folders import rotate
 from tests.support.processes import hold
 from tests.support.refusals import refuse
 
@@ -148,3 +149,19 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
 
     monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", another_process_begins)
     refuse(f"{run} process meanwhile", open_here, run, {})
+
+
+@pytest.mark.parametrize(
+    "step, keep, kept",
+    [
+        (6, 3, {2, 4, 6, 8}),  # 5, left by a signal, goes before the older 2 and 4
+        (6, 4, {2, 4, 5, 6, 8}),
+        (5, 1, {5, 6, 8}),  # the new one is kept, whatever its step
+    ],
+)
+def test_checkpoints_between_regular_ones_are_deleted_first(tmp_path, step, keep, kept):
+    """Those of later steps are left alone."""
+    for number in (2, 4, 5, 6, 8):
+        (tmp_path / "checkpoints" / f"step_{number}").mkdir(parents=True)
+    rotate(tmp_path, step, keep, every=2)
+    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {f"step_{n}" for n in kept}
