@@ -118,6 +118,17 @@ def test_mistakes_are_one_line(tmp_path, script, text, argv, facts):
     refuse(facts, written, tmp_path, script, text, argv)
 
 
+@pytest.mark.parametrize("options", ["", "--optim.min_lr 0.0002"], ids=["in the file", "an option"])
+def test_a_key_without_effect_is_of_the_file_unless_an_option_gives_it(tmp_path, options):
+    text = "optim: {schedule: constant, min_lr: 0.0001}"
+    with one_line("optim.min_lr") as error:
+        written(tmp_path, "cls", text, options)
+    start = "optim.min_lr"
+    if not options:
+        start = f"--config {tmp_path}/c.yaml: optim.min_lr"
+    assert str(error.value).startswith(start)
+
+
 NOT_YAML = {
     "deep nesting": f"model: {{kwargs: {{a: {'[' * 3000 + ']' * 3000}}}}}".encode(),
     "a long number": f"seed: {'9' * 9999}".encode(),
