@@ -20,6 +20,10 @@ if not torch.cuda.is_available():
 # Tests neither measure attention nor build operators, so that their results depend on no timing and no compiler.
 os.environ.update(MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off")
 
+# The first backward of a process starts autograd's threads, one for each device that is known by then. A fake tensor makes
+# PyTorch believe in devices that are not there, and after their threads no process that tests fork could differentiate.
+torch.ones((), requires_grad=True).backward()
+
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
 
 
