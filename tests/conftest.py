@@ -125,6 +125,13 @@ def path(request) -> str:
     kernels.use(None)
 
 
+@pytest.fixture
+def backend(request):
+    """The back end that a test is parametrised with, indirectly, as by `on` of tests/support/attend_backends.py."""
+    with request.param.running():
+        yield request.param
+
+
 class Result(NamedTuple):
     code: int
     out: str

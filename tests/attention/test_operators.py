@@ -233,12 +233,6 @@ def small_blocks(monkeypatch):
         use_blocks(monkeypatch, 16, 16, tma=True)
 
 
-@pytest.fixture
-def backend(request):
-    with request.param.running():
-        yield request.param
-
-
 BACKENDS_AND_CASES = [(backend, name) for name, case in CASES.items() for backend in case.backends]
 
 

@@ -58,12 +58,6 @@ on_every = on(*EVERY)
 on_compiled = on(CPP, TRITON)  # one operator: they differ from plain PyTorch in what a test says
 
 
-@pytest.fixture
-def backend(request):
-    with request.param.running():
-        yield request.param
-
-
 def make(backend, name, shape=(2, 37, 50), dtype=torch.float32):
     """Tokens and weight whose products are exact in float32, so that every back end chooses from the same logits."""
     candidates, shared, _, _, balance = ROUTERS[name]

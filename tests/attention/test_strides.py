@@ -32,12 +32,6 @@ SIZES = {"D=16": (16, N), "D=6": (6, N), "D=7": (7, 20), "300 keys": (16, 300)}
 MAY_BE_REFUSED = "token", "offsets", "source", "mask"
 
 
-@pytest.fixture
-def backend(request):
-    with request.param.running():
-        yield request.param
-
-
 def layouts(t: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a name and t, or expanded elements of t, in other layouts. What lies between and beyond the elements is NaN."""
     sizes = list(t.shape)
