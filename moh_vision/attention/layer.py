@@ -510,6 +510,6 @@ def _refuse_unknown(**given: str) -> None:
         if value not in allowed[name]:
             hint = ""
             if name == "router":
-                hint = "; one of your own is known where its file is imported first"
+                hint = "; one of your own is known where its file is imported first, as by --imports FILE"
             known = ", ".join(sorted(allowed[name]))
             raise ValueError(f"{name} {value!r} is not one of {known}{hint}")

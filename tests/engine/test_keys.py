@@ -400,7 +400,7 @@ def test_every_key_and_its_default_are_shown_in_80_columns(config_class, capsys,
     if config_class is DitConfig:
         text = " ".join(" ".join(every).split())
         assert "--model.name moh_dit_small_patch2_75 Model name in timm's registry" in text
-        left_out = '; left out: "ddim", or with objective flow "euler"'
+        left_out = '; left out: "ddim", or for a velocity "euler"'
         assert f"--preview.sampler Sampler, as in sample.py{left_out} --preview.steps 50" in text
 
 
