@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from moh_vision.common.errors import class_and_message
 
@@ -30,9 +29,12 @@ def _import_file(path: Path, where: str) -> None:
         raise ValueError(f"{where}: no such file")
     if path.suffix != ".py" or not name.isidentifier():
         raise ValueError(f"{where}: expected a Python file, whose name is one of a module: NAME.py")
-    if _file_of(sys.modules.get(name)) == path:
+    loaded = sys.modules.get(name)
+    if loaded and _resolved(getattr(loaded, "__file__", None)) == path:
         return
-    if name in sys.modules or importlib.util.find_spec(name):
+    # The file itself may be found, too: in the current folder.
+    found = None if loaded else importlib.util.find_spec(name)
+    if loaded or (found and _resolved(found.origin) != path):
         raise ValueError(f"{where}: there is another module {name}; give the file another name")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -46,10 +48,11 @@ def _import_file(path: Path, where: str) -> None:
         raise ValueError(f"{where}{_line_of(error, path)}: {class_and_message(error)}") from None
 
 
-def _file_of(module: ModuleType | None) -> Path | None:
-    """Return the file of a module, or None."""
-    file = getattr(module, "__file__", None)
-    return file and Path(file).resolve()
+def _resolved(file: str | None) -> Path | None:
+    """Return the path of a module's file without links; None for a module without a file."""
+    if file is None:
+        return None
+    return Path(file).resolve()
 
 
 def _line_of(error: BaseException, path: Path) -> str:

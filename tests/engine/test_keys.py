@@ -13,6 +13,7 @@ from moh_vision.attention import ROUTERS
 from moh_vision.attention.routers import MoHRouter
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
+from moh_vision.diffusion.objectives import OBJECTIVES
 from moh_vision.engine.command_line import dump, groups_of, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
 from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, unknown_key
@@ -298,6 +299,8 @@ def met(condition, keys):
     if pattern == "null" or str not in leaves(hint):
         value = load(value, "")
     other = another_value(hint, value)
+    if name.startswith("objective"):
+        other = next(objective for objective in OBJECTIVES if objective != value)
     if name.endswith("!"):
         return name.rstrip("!"), other, value
     return name, value, other
