@@ -207,8 +207,10 @@ def why_unfit(scheduler: SchedulerMixin, prediction: Prediction) -> str:
     if path == prediction.path:
         return ""
     fitting = samplers_of(prediction)
-    # On a path that diffusers does not know only the schedulers of our samplers are known to fit.
-    if prediction.path not in (DDPM, LINEAR):
+    # On a path that diffusers does not know only the schedulers of our samplers are known to fit. diffusers' Euler
+    # with stochastic sampling adds noise as on the linear path.
+    adds_noise = scheduler.config.get("stochastic_sampling")
+    if prediction.path not in (DDPM, LINEAR) and not adds_noise:
         schedulers = [type(SAMPLERS[each].make(False, False, 1.0)) for each in fitting]
         if type(scheduler) in schedulers:
             return ""

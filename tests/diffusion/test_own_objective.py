@@ -4,6 +4,7 @@ scored, published and opened again."""
 import json
 import math
 
+import diffusers
 import pytest
 import timm
 import torch
@@ -11,9 +12,11 @@ import torch
 import moh_vision
 from moh_vision.diffusion import (
     OBJECTIVES,
+    SAMPLERS,
     FlowMatchingLoss,
     MoHDiTPipeline,
     Prediction,
+    Sampler,
     make_scheduler,
     sample,
     sample_images,
@@ -105,6 +108,23 @@ def test_samplers_follow_from_the_prediction():
     assert samplers_of(Prediction("cosine", "noise")) == []
 
 
+def test_a_sampler_of_ones_own(monkeypatch):
+    """For noise on a path of one's own, with its own table of noise levels."""
+
+    def make(learned_variance, clip, shift):
+        return diffusers.DDIMScheduler(beta_schedule="squaredcos_cap_v2", clip_sample=clip)
+
+    noise = Prediction("squared cosine", "noise")
+    monkeypatch.setitem(SAMPLERS, "ddim_cos", Sampler(make, "noise", "squared cosine"))
+    assert samplers_of(noise) == ["ddim_cos"]
+    assert "ddim_cos" not in samplers_of(Prediction())
+    scheduler = make_scheduler("ddim_cos", 2, False, clip=True)
+    pipe = MoHDiTPipeline(tiny(noise), scheduler)
+    assert pipe([0], num_inference_steps=2, output_type="latent").images.isfinite().all()
+    facts = "scheduler DDIMScheduler ddpm velocity cosine"
+    refuse(facts, MoHDiTPipeline, tiny(PREDICTION), scheduler)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -127,9 +147,13 @@ def test_a_model_on_another_path_is_no_guide(tmp_path, path):
 @pytest.mark.parametrize("sampler", ["sde", "ddim"])
 def test_a_scheduler_of_another_path_is_refused(sampler):
     scheduler = make_scheduler(sampler, 4, False, False)
-    refuse(
-        "scheduler velocity cosine euler heun dopri5", MoHDiTPipeline, tiny(PREDICTION), scheduler
-    )
+    facts = "scheduler velocity cosine euler heun dopri5"
+    refuse(facts, MoHDiTPipeline, tiny(PREDICTION), scheduler)
+
+
+def test_a_solver_that_adds_noise_as_on_the_linear_path_is_refused():
+    euler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    refuse("linear velocity cosine", MoHDiTPipeline, tiny(PREDICTION), euler)
 
 
 REFUSED = {
