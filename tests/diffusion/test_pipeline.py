@@ -12,7 +12,13 @@ from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler
 
 from moh_vision import set_head_budget
 from moh_vision.attention import head_budget
-from moh_vision.diffusion import Guidance, MoHDiTPipeline, make_scheduler, sample_images
+from moh_vision.diffusion import (
+    FlowMatchingLoss,
+    Guidance,
+    MoHDiTPipeline,
+    make_scheduler,
+    sample_images,
+)
 from moh_vision.diffusion.config import PreviewConfig
 from moh_vision.diffusion.previews import Previews
 from moh_vision.diffusion.sampling import to_uint8
@@ -169,7 +175,8 @@ def test_round_trip(tmp_path):
 def test_a_fresh_process_needs_only_the_class(tmp_path):
     """Also of a scheduler of ours. Importing the package alone does not take the seconds of diffusers' pipelines."""
     scheduler = make_scheduler("sde", 4, False, False, shift=2.0)
-    pipe = MoHDiTPipeline(transformer(4, learn_sigma=False), scheduler, tiny_vae(2))
+    flow = dict(learn_sigma=False, prediction=FlowMatchingLoss(shift=2.0).prediction)
+    pipe = MoHDiTPipeline(transformer(4, **flow), scheduler, tiny_vae(2))
     pipe.save_pretrained(tmp_path)
     draw(pipe, [2], 4, output_type="np").tofile(tmp_path / "want")
     code = (
