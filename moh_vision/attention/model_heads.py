@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import (
+    GROUPS,
     BudgetSpec,
     HeadBudget,
     change_budget,
     log,
-    naming,
     shaped,
 )
 from moh_vision.attention.layer import HeadMixtureAttention
@@ -133,9 +133,8 @@ def groups_at(model: nn.Module, spec: BudgetSpec) -> tuple[BudgetSpec, tuple[Hea
             f"mlp_budget {spec!r}: the MLPs of {type(model).__name__} are dense; make it with mlp_budget, or convert a dense model "
             "with moh_vision.convert(model, scope='sample', mlp_budget=...)"
         )
-    spec = shaped(spec, getattr(model, "mlp_budget_shape", None) or "ramp", "mlp_budget")
-    with naming("mlp_budget"):
-        return spec, change_budget(spec, groups)
+    spec = shaped(spec, getattr(model, "mlp_budget_shape", None) or "ramp", GROUPS)
+    return spec, change_budget(spec, groups, parts=GROUPS)
 
 
 def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:

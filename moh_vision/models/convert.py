@@ -32,7 +32,7 @@ from moh_vision.attention.routers import DenseRouter, GatedRouter, MAERouter, Mo
 from moh_vision.models.head_budgets import record_budget, saved_budget
 from moh_vision.models.head_order import Batch, order_by_contribution
 from moh_vision.models.mlp_groups import (
-    GROUPS,
+    DEFAULT_GROUPS,
     converted_mlp_budgets,
     dense_mlps,
     mlp_options,
@@ -66,7 +66,7 @@ def convert(  # noqa: PLR0913
     calibrate: Batch | Iterable[Batch] | None = None,
     group: bool = False,
     mlp_budget: BudgetSpec | None = None,
-    mlp_groups: int = GROUPS,
+    mlp_groups: int = DEFAULT_GROUPS,
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 

@@ -41,7 +41,7 @@ from moh_vision.attention.linear import is_captured
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
-from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, run_mlp
+from moh_vision.models.mlp_groups import DEFAULT_GROUPS, mlp_options, new_mlp_budgets, run_mlp
 from moh_vision.models.velocity import FROM_NOISE, PREDICTS, time_from_noise, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -319,7 +319,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
-        mlp_groups: int = GROUPS,
+        mlp_groups: int = DEFAULT_GROUPS,
         compat: str = "official",
         patch_bottleneck: int | None = None,
         predict: str | None = None,

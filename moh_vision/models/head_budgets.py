@@ -20,9 +20,11 @@ from moh_vision.attention import (
     set_budgets,
 )
 from moh_vision.attention.budget import (
+    GROUPS,
+    HEADS,
+    Parts,
     change_budget,
     log,
-    naming,
     shape_of,
     shaped,
     warn_of_rounding,
@@ -64,7 +66,7 @@ def set_head_budget(
     if groups is not None:
         set_budgets(mlp_layers(model), groups)
         active = sum(b.active for b in groups)
-        warn_of_rounding(mlp, active, sum(b.heads for b in groups), "mlp_budget")
+        warn_of_rounding(mlp, active, sum(b.heads for b in groups), GROUPS)
         model.mlp_budget_spec = mlp
         model.mlp_budget_shape = shape_of(mlp) or getattr(model, "mlp_budget_shape", None)
         _record(model, getattr(model, "head_budget_shape", None))
@@ -109,10 +111,33 @@ def new_budgets(
         spec = default_budget(router)
     if spec is None:  # the router runs all heads
         spec = [(count, 0) for count in heads]
-    spec = shaped(spec, shape)
-    budgets = resolve_budget(spec, len(heads), heads, head_dim, shared_share=shared_share(router))
-    model.head_budget_spec = spec
-    model.head_budget_shape = shape_of(spec) or shape
+    return resolve_and_note(model, spec, shape, heads, head_dim, shared_share(router), HEADS)
+
+
+def resolve_and_note(
+    model: nn.Module,
+    spec: BudgetSpec,
+    shape: str | None,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    shared_share: float,
+    parts: Parts,
+) -> tuple[HeadBudget, ...]:
+    """Resolve a budget of heads or of groups, and note in the model what it was made of.
+
+    Args:
+        model: gets the attributes `head_budget_spec` and `head_budget_shape`, or those of `mlp_budget`.
+        spec, shape: as the user gives them.
+        counts: number of parts of every layer.
+        widths: of a part in every layer.
+        shared_share, parts: see `resolve_budget`.
+    """
+    spec = shaped(spec, shape, parts)
+    budgets = resolve_budget(
+        spec, len(counts), counts, widths, shared_share=shared_share, parts=parts
+    )
+    setattr(model, f"{parts.argument}_spec", spec)
+    setattr(model, f"{parts.argument}_shape", shape_of(spec) or shape)
     return budgets
 
 
@@ -122,14 +147,14 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call this before loading: changed layers get new, untrained routers.
     """
-    _take_shared(model, state_dict, HeadMixtureAttention, "head_budget")
-    _take_shared(model, state_dict, GroupMixtureMlp, "mlp_budget")
+    _take_shared(model, state_dict, HeadMixtureAttention, HEADS)
+    _take_shared(model, state_dict, GroupMixtureMlp, GROUPS)
 
 
 def _take_shared(
-    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, argument: str
+    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, parts: Parts
 ) -> None:
-    """`take_shared_heads` for the layers of one class, whose budget the model got as `argument`."""
+    """`take_shared_heads` for the layers of one class, whose budgets count `parts`."""
     layers: list[RoutedLayer] = []
     trained: list[HeadBudget] = []
     for name, layer in model.named_modules():
@@ -147,12 +172,10 @@ def _take_shared(
         trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
         return
-    spec = getattr(model, f"{argument}_spec", None)
+    spec = getattr(model, f"{parts.argument}_spec", None)
     if spec is None or isinstance(spec, (list, tuple)):
         spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
-    with naming(argument):
-        budgets = change_budget(spec, trained)
-    set_budgets(layers, budgets)
+    set_budgets(layers, change_budget(spec, trained, parts=parts))
     _record(model, getattr(model, "head_budget_shape", None))
 
 

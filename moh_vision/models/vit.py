@@ -39,7 +39,7 @@ from moh_vision.models.head_budgets import (
     take_shared_heads,
 )
 from moh_vision.models.mlp_groups import (
-    GROUPS,
+    DEFAULT_GROUPS,
     check_plain,
     mlp_options,
     new_mlp_budgets,
@@ -186,7 +186,7 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
-        mlp_groups: int = GROUPS,
+        mlp_groups: int = DEFAULT_GROUPS,
         pos_embed_std: float = 0.02,
         dynamic_img_pad: bool = False,
         **kwargs,
@@ -377,7 +377,7 @@ def _converted(  # noqa: PLR0913
     router_kwargs=None,
     mlp_budget=None,
     mlp_budget_shape=None,
-    mlp_groups=GROUPS,
+    mlp_groups=DEFAULT_GROUPS,
     **kwargs,
 ):
     """Build timm's ViT `base` and convert it.
