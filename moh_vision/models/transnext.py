@@ -247,9 +247,7 @@ class TransNeXt(nn.Module):
             no window.
         head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
             stage. None: all heads.
-        head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
-            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
-            from which it cannot be told.
+        head_budget_shape: see `moh_vision.models.vit.MoHVisionTransformer`.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
