@@ -15,6 +15,7 @@ from moh_vision.attention import (
 from moh_vision.attention.budget import shape_of, shaped
 
 GROUPS = 8  # of an MLP, by default
+ROUTER = "moh"  # of the groups
 
 
 def new_mlp_budgets(
@@ -74,8 +75,8 @@ def mlp_options(executor: str, router: str, router_kwargs: dict | None) -> dict:
 
     Groups are chosen by MoH's router whatever chooses the heads, with the options of the heads' router if this is MoH's too.
     """
-    options = dict(executor=executor)
-    if router == "moh":
+    options = dict(executor=executor, router=ROUTER)
+    if router == ROUTER:
         options["router_kwargs"] = router_kwargs
     return options
 
@@ -147,8 +148,7 @@ def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -
     mlps = dense_mlps(model)
     for block, mlp, budget in zip(model.blocks, mlps, budgets, strict=True):
         block.mlp = routed_mlp(mlp, budget, **options)
-        for parameter in block.mlp.router.parameters():
-            nn.init.zeros_(parameter)
+        block.mlp.router.become_dense()
 
 
 def zero_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:
