@@ -65,7 +65,7 @@ def check_attention(spec: dict, where: str) -> None:
     for key in OF_EXPERTS:
         if type(spec.get(key)) is not int or spec[key] < 1:
             raise ValueError(
-                f"{where}: experts need {key}, a whole number of at least 1, not {spec.get(key)!r}"
+                f"{where}: router {router!r} with experts needs {key}, a whole number of at least 1, not {spec.get(key)!r}"
             )
     if spec["top_k"] > spec["experts"]:
         raise ValueError(f"{where}: top_k={spec['top_k']} of only {spec['experts']} experts")
@@ -290,11 +290,13 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
     chooser = router_class(router)
     if router not in causal_routers():
         if chooser.reads != "token":
-            problem = "reads other tokens, and a LLaMA-style model routes each one by itself"
+            problem = (
+                "reads other tokens, and a causal model of LLaMA's style routes each one by itself"
+            )
         elif chooser.all_heads:
             problem = "runs all heads, and a LLaMA-style model takes routers with a head_budget"
         else:
-            problem = "cannot start as the plain attention of a LLaMA-style model"
+            problem = "cannot start as plain attention, as a causal model of LLaMA's style does"
         raise ValueError(f"router {router!r} {problem}: give {' or '.join(causal_routers())}")
     if not isinstance(moh["group"], bool):
         raise ValueError(f"group={moh['group']!r} is not True or False")
