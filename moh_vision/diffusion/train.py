@@ -33,7 +33,6 @@ from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.dit import arguments_of
 from moh_vision.models.dit_weights import is_jits, patch_of_jit
 from moh_vision.models.frozen import FrozenRecord
-from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
@@ -103,9 +102,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     trained = model
     if alignment:
         trained = nn.ModuleList([model, alignment])
-    descent = BlockDescent(
-        accelerator, trained, mae_routers(model), config.compile, config.block_descent
-    )
+    descent = BlockDescent(accelerator, trained, config.compile, config.block_descent)
 
     # ---------------------------------------------------------------- previews, order, calibration
     drawings = open_drawings(setup, inputs, model, objective)

@@ -29,7 +29,7 @@ from moh_vision.language.task import LanguageTask
 from moh_vision.models.counts import without_memory
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget, mean_macs, with_elastic
-from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.models.fine_tuning import train_only
 from moh_vision.models.weights import advise_on_model_name, say_other_heads
 
 MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
@@ -118,9 +118,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         description = with_elastic(shown, elastic, "\n")
     else:
         say(with_elastic(in_short(name, model), elastic, "; "))
-    descent = BlockDescent(
-        accelerator, model, mae_routers(model), config.compile, config.block_descent
-    )
+    descent = BlockDescent(accelerator, model, config.compile, config.block_descent)
     sampler = text.sampler(**setup.sampler_arguments(span))
 
     # ---------------------------------------------------------------- open the folder, which is first written here

@@ -30,7 +30,7 @@ from moh_vision.attention.budget import (
     warn_of_rounding,
 )
 from moh_vision.attention.model_heads import groups_at, heads_at, shaped_as, single_routed
-from moh_vision.attention.routers import MoHRouter, shared_share
+from moh_vision.attention.routers import shared_share
 
 
 def set_head_budget(
@@ -142,7 +142,7 @@ def resolve_and_note(
 
 
 def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Give each layer as many shared heads as its MoH router has in the weights `state_dict`.
+    """Give each layer as many shared heads as its router has in the weights `state_dict`, if they say so.
 
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call this before loading: changed layers get new, untrained routers.
@@ -158,16 +158,18 @@ def _take_shared(
     layers: list[RoutedLayer] = []
     trained: list[HeadBudget] = []
     for name, layer in model.named_modules():
-        if not isinstance(layer, layer_class) or not isinstance(layer.router, MoHRouter):
+        if not isinstance(layer, layer_class):
+            continue
+        prefix = f"{name}.router."
+        of_router = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in state_dict.items()
+            if key.startswith(prefix)
+        }
+        shared = layer.router.shared_in(of_router)
+        if shared is None:
             continue
         heads = layer.budget.heads
-        shared = layer.budget.shared
-        routed = state_dict.get(f"{name}.router.routed.weight")  # [candidates, C]
-        # Too many candidates are left for `load_state_dict` to report.
-        if routed is not None and len(routed) <= heads:
-            shared = heads - len(routed)
-        elif routed is None and f"{name}.router.shared.weight" in state_dict:  # no candidates
-            shared = heads
         layers.append(layer)
         trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):

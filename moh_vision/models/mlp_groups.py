@@ -16,6 +16,7 @@ from moh_vision.attention.model_heads import new_router
 from moh_vision.models.head_budgets import resolve_and_note
 
 DEFAULT_GROUPS = 8  # of an MLP
+ROUTER = "moh"  # of the groups
 
 
 def new_mlp_budgets(
@@ -70,8 +71,8 @@ def mlp_options(executor: str, router: str, router_kwargs: dict | None) -> dict:
 
     Groups are chosen by MoH's router whatever chooses the heads, with the options of the heads' router if this is MoH's too.
     """
-    options = dict(executor=executor)
-    if router == "moh":
+    options = dict(executor=executor, router=ROUTER)
+    if router == ROUTER:
         options["router_kwargs"] = router_kwargs
     return options
 
@@ -143,8 +144,7 @@ def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -
     mlps = dense_mlps(model)
     for block, mlp, budget in zip(model.blocks, mlps, budgets, strict=True):
         block.mlp = routed_mlp(mlp, budget, **options)
-        for parameter in block.mlp.router.parameters():
-            nn.init.zeros_(parameter)
+        block.mlp.router.become_dense()
 
 
 def zero_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:

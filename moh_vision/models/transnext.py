@@ -606,7 +606,7 @@ VARIANTS = {
 
 def _published(name: str) -> dict:
     """Return the timm configuration of a variant, with the file of its published weights."""
-    if name.startswith("moh"):
+    if name.startswith("moh_"):
         # Names from the published instructions, never checked against the hub.
         *_, size, share = name.split("_")
         repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"

@@ -23,6 +23,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.executors import Reference
 from moh_vision.attention.losses import load_balance_loss
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routing import RoutingStats, run_block
 from tests.support.attend_backends import Launched
@@ -258,15 +259,11 @@ def test_what_a_layer_launches_on_a_gpu(name, path):
         assert_equal(layer, ["masked"], x, done=dict(packed=packed), **call)
 
 
-class Fixed(nn.Module):
+class Fixed(Router):
     """Routing by a given table [B, N or 1, H], for cases that no router makes today."""
 
-    reads = "token"
-    needs_query = False
-    budget = HeadBudget(H, D, 2, 2)
-
     def __init__(self, active):
-        super().__init__()
+        super().__init__(HeadBudget(H, D, 2, 2))
         self.active = active
         self.gate = nn.Parameter(torch.rand(active.shape, dtype=torch.float64) + 0.5)
 
