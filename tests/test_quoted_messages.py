@@ -12,8 +12,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 import moh_vision
 from moh_vision.__main__ import main as command
 from moh_vision.data import copies
+from moh_vision.data.latents import latents_path
 from moh_vision.data.shards import Shards
-from moh_vision.data.splits import latents_path, open_source, open_splits
+from moh_vision.data.splits import open_source, open_splits
 from moh_vision.diffusion import sample
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.evaluation.accuracy import refuse_not_finite

@@ -76,9 +76,10 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert run(root, tmp_path / "small", "--val-fraction", 0.25, "--max-bad-fraction", 0.1) == 0
     assert_says(capfd.readouterr().out, "1 4 classes validation eel")
     assert Shards(str(tmp_path / "small"), "val").classes == ["cat", "dog", "eel", "owl"]
-    write_folder(tmp_path / "split" / "train")
+    for split in ("train", "val"):
+        write_folder(tmp_path / "split" / split)
     assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
-    assert_says(error_line(capfd), f"--val-fraction --in {tmp_path}/split splits train")
+    assert_says(error_line(capfd), f"--val-fraction --in {tmp_path}/split split val")
 
 
 @pytest.mark.parametrize("val", ["val", "validation"])
@@ -398,7 +399,7 @@ CHANGES = {
     ),
     "a class that ends in a space": (
         lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),
-        "{root}/train folder 'cat UTF-8 spaces",
+        "{root}/train class 'cat UTF-8 spaces",
     ),
 }
 
