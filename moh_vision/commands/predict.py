@@ -3,8 +3,8 @@
 python -m moh_vision predict RUN IMAGE_OR_FOLDER ... --output classes.json
 
 RUN comes first: a classifier's run, a folder saved by publish or timm, or weights with --model.NAME; then images,
-or whole data sets as data.root names them, and other options of validate.py. An unreadable image is named on stderr; the others go on, and the exit
-code is 2.
+or whole data sets as data.root names them, and other options of validate.py. An unreadable image is named on
+stderr; the others go on, and the exit code is 2.
 """
 
 import math
@@ -141,11 +141,11 @@ def work(options) -> None:
     transform = validation_transform(model.pretrained_cfg)
     for source in sources:
         source.decoding = opened.decoding
-    source = Joined(sources)
-    source.decoding = opened.decoding
-    for line in lost_of(source):
+    joined = Joined(sources)
+    joined.decoding = opened.decoding
+    for line in lost_of(joined):
         print(line, file=sys.stderr, flush=True)
-    images = LabelledImages(source, transform, seed=0, replace_unreadable=False)
+    images = LabelledImages(joined, transform, seed=0, replace_unreadable=False)
     workers = 0  # for a single batch it does not pay to start worker processes
     if len(slices) > 1:
         workers = opened.config.data.workers

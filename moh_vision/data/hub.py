@@ -25,22 +25,22 @@ def hub_split(root: str, names: Sequence[str], key: str = "data.root"):
         names: of splits, in order of preference.
         key: the option that named `root`, for messages.
     """
-    splits = _all_splits(root, key)
+    splits = _all_splits(root, f"{key} {root}")
     split = next((s for s in names if s in splits), None)
     if split is None:
         raise NoSplit(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
     return splits[split], f"{root}, split {split}"
 
 
-def _all_splits(root: str, key: str):
-    """Return the tables of all splits of a data set, by their names. Arguments are those of `hub_split`."""
+def _all_splits(root: str, named: str):
+    """Return the tables of all splits of a data set, by their names; messages call it `named`."""
     import datasets
 
     name, _, config = root.removeprefix(PREFIX).partition(":")
     try:
         return datasets.load_dataset(name, config or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{key} {root}: {error}") from None
+        raise ValueError(f"{named}: {error}") from None
 
 
 def hub_name(root: str) -> str | None:
@@ -74,7 +74,7 @@ class HubDataset(ImageSource):
 
     @classmethod
     def splits(cls, root: str) -> Collection[str]:
-        there = _all_splits(root.partition("?")[0], "data.root")
+        there = _all_splits(root.partition("?")[0], root)
         return [split for split, names in SPLITS.items() if not there.keys().isdisjoint(names)]
 
     @classmethod

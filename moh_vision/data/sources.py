@@ -51,9 +51,8 @@ class Source:
     classes: list[str]  # class names; [] if the images have no labels
     # Class numbers, int64 [N]; of a stream none, because they come with its samples.
     labels: np.ndarray = np.empty(0, np.int64)
-    exact_order = (
-        False  # True: `ImageSource.sample` reads any sample, so that they come in the seed's order
-    )
+    # True: any sample can be read, see `ImageSource.sample`, so that they come in the seed's order.
+    exact_order = False
     channels = 3  # 3: RGB images; 1: grey ones
     img_size: int | None = None  # side of the images, if all are squares of one size
     remarks: Sequence[str] = ()  # lines for the user on what was left out or assumed
@@ -98,14 +97,14 @@ class Source:
 class ImageSource(Source):
     """A source with random access by indices from 0.
 
-    Subclasses set `labels` and `classes` and define `read`. One that data.root may name also stands in
-    `splits.SOURCES`, and says with the class methods and the first three attributes what it takes.
+    Subclasses set `labels` and `classes` and define `read`. The class of a source that data.root may name stands in
+    `splits.SOURCES`, and says with `takes`, `opens` and `splits` what it takes.
     """
 
     takes = ""  # what data.root may be, for the message that lists what is taken
     holds = "images"  # "latents": what a VAE made of images, which diffusion alone reads
     has_splits = (
-        True  # False: the images are in no split, all are "train", and scores read them as they are
+        True  # False: images in no split; all are "train", and scores read them as they are
     )
     exact_order = True
     numbered = False  # True: the classes have no names, only numbers up to the largest label
@@ -218,12 +217,9 @@ class Subset(ImageSource):
         self.channels = source.channels
         self.img_size = source.img_size
         self.folder = source.folder
-        # A shard keeps its part, so that no more shards than before are read at a time.
-        ends = np.cumsum(source.shard_sizes)
-        kept_before = np.searchsorted(
-            self.indices, ends
-        )  # number of samples kept before the end of each shard
-        self.shard_sizes = tuple(np.diff(kept_before, prepend=0).tolist())
+        # Each shard stays one, so that no more of them than before are read at a time.
+        ends = np.searchsorted(self.indices, np.cumsum(source.shard_sizes))  # of each shard
+        self.shard_sizes = tuple(np.diff(ends, prepend=0).tolist())
 
     @property
     def decoding(self) -> Decoding:

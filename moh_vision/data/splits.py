@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from moh_vision.common.cli import near_folder
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import write_whole
 from moh_vision.data.division import divide
@@ -85,7 +86,11 @@ def _open_split(root: str, split: str, key: str) -> ImageSource:
         raise first_problem
     taken = "; ".join(source_class.takes for source_class in SOURCES.values())
     if not os.path.exists(root):
-        raise FileNotFoundError(f"{key} {root}: no such file or folder; taken are {taken}")
+        problem = f"{key} {root}: no such file or folder"
+        near = near_folder(root)
+        if near:
+            problem += f", did you mean {near}?"
+        raise FileNotFoundError(f"{problem}; taken are {taken}")
     problem = f"{key} {root}: not taken; taken are {taken}"
     if os.path.isdir(root):
         divided = (

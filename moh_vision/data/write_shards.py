@@ -33,7 +33,7 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-from moh_vision.common.cli import refuse_missing, refuse_unwritable
+from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import hidden_path, only_one, whole_file, write_whole
 from moh_vision.common.progress import Progress, say
@@ -188,12 +188,11 @@ def _open_splits(options: Namespace) -> dict[str, ImageSource]:
     names = splits_of(root)
     if val_fraction is not None and "val" in names:
         raise ValueError(f"--val-fraction has no effect: --in {root} has a split val")
-    splits = {name: open_source(root, name, "--in") for name in sorted(names)}
-    if (
-        not splits
-    ):  # a folder whose classes data.root does not guess, as one of them has the name of a split
-        refuse_missing("--in", root)
-        splits["train"] = ImageFolder(root)
+    if not names and Path(root).is_dir():
+        # A folder whose classes data.root does not guess, because one of them has the name of a split.
+        splits: dict[str, ImageSource] = {"train": ImageFolder(root)}
+    else:
+        splits = {name: open_source(root, name, "--in") for name in sorted(names or {"train"})}
     _say_what_is_in_no_split(Path(root), splits)
     if val_fraction is not None:
         whole = splits["train"]
