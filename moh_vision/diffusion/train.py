@@ -16,7 +16,7 @@ from moh_vision.data.batches import BadSamples, check_images_fit, training_loade
 from moh_vision.data.decode import Decoding
 from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.order import PositionSampler
-from moh_vision.data.splits import DataRecord, is_latent_cache
+from moh_vision.data.splits import DataRecord, holds_latents
 from moh_vision.data.stream import open_stream
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
@@ -51,7 +51,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     name, arguments = name_and_arguments(config, "diffusion", config.fresh)
     root = data_config.root
     img_size = data_config.img_size
-    if not data_config.exact_order and is_latent_cache(root):
+    if not data_config.exact_order and holds_latents(root):
         raise ValueError(f"data.root {root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
         stream = open_stream(data_config, config.given, accelerator)

@@ -96,7 +96,7 @@ class ImagesConfig(Section, section="data"):
     root: str = key("digits", also="data_path dataset path")
     """"digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls), or with train/CLASS/*.jpg
     and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set, or hfds/NAME?label=COLUMN; for diffusion also images
-    without classes, or latents."""
+    without classes, or latents; or what another source takes (docs/guides/extend.md)."""
     img_size: int | None = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
     colour_space: Literal["keep", "srgb"] = key("keep")
