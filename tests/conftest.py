@@ -308,3 +308,15 @@ def hours_pass(monkeypatch):
 def no_pauses(monkeypatch):
     """no_pauses() lets this process, and forks that it makes from then on, try again at once instead of waiting before."""
     return functools.partial(monkeypatch.setattr, time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def own_files(tmp_path):
+    """An `OwnFiles` in the folder tmp_path / "own"; what its files added to the package's tables is removed afterwards."""
+    from tests.support.own_files import OwnFiles  # imports models
+
+    folder = (tmp_path / "own").resolve()
+    folder.mkdir()
+    files = OwnFiles(folder)
+    yield files
+    files.forget()

@@ -13,6 +13,7 @@ import pytest
 
 from moh_vision.__main__ import COMMANDS, main
 from moh_vision.common.errors import EXTRAS, user_errors
+from moh_vision.diffusion import OBJECTIVES
 from tests.support.paths import ROOT
 from tests.support.refusals import assert_says
 
@@ -156,6 +157,26 @@ def test_the_core_needs_torch_only():
             if inside.parent.name == "gpu":
                 needed.discard("triton")  # it is imported only where it is there
             assert needed <= allowed, inside
+
+
+def test_nobody_asks_which_objective_a_run_has():
+    """Outside diffusion/objectives no name of an objective is compared, and no class of one is used but to export it."""
+    classes = {objective.__name__ for objective in OBJECTIVES.values()}
+    for inside, tree in TREES.items():
+        if inside.is_relative_to("diffusion/objectives"):
+            continue
+        for node in ast.walk(tree):
+            text = ""
+            if isinstance(node, ast.Compare) or (
+                isinstance(node, ast.keyword) and node.arg == "needs"
+            ):
+                text = ast.unparse(node)
+            words = set(re.findall(r"\w+", text))
+            asks = any("objective" in word for word in words) and words & OBJECTIVES.keys()
+            assert not asks, f"{inside}: {text}"
+            if inside.name != "__init__.py":
+                uses = isinstance(node, ast.Name) and node.id in classes
+                assert not uses, f"{inside}: {node.id}"
 
 
 def test_no_string_names_a_function():

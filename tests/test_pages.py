@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +28,7 @@ from moh_vision.__main__ import COMMANDS
 from moh_vision.__main__ import main as moh_vision_main
 from moh_vision.attention import ROUTERS, attention_layers, head_budget, resolve_budget
 from moh_vision.classification.config import ClsConfig
+from moh_vision.diffusion import OBJECTIVES
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.keys import keys_of
@@ -450,15 +452,23 @@ def run_page(page, places):
     (places["folder"] / "dit/scores.json").unlink(missing_ok=True)  # of another page
     create = timm.create_model
     names = {}
+    files = []  # a block is one if its first line says so: "# NAME.py"
 
     def create_without_weights(name, pretrained=False, **kwargs):
         return create(name, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        mock.patch.dict(ROUTERS),
+        mock.patch.dict(OBJECTIVES),
+    ):
         patch.setattr(timm, "create_model", create_without_weights)
         for block, command in pieces(page):
             if block:
                 block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
+                if named := re.match(r"# (\w+)\.py\n", block):
+                    files.append(named[1])
+                    Path(f"{named[1]}.py").write_text(block)
                 exec(compile(block, page, "exec"), names)
             elif excused(command) or page == "README" and "--format onnx" in command:
                 continue  # ONNX takes seconds: docs/guides/convert.md
@@ -473,6 +483,9 @@ def run_page(page, places):
                 except SystemExit as end:
                     code = end.code
                 assert not code, f"{command}\n  as {words}"
+        for name in files:
+            sys.modules.pop(name, None)
+            sys.path[:] = [folder for folder in sys.path if folder != str(Path.cwd())]
 
 
 @pytest.mark.parametrize(

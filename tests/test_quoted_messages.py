@@ -264,7 +264,7 @@ QUOTED = {
         "... needs classes, and the images have none": after(
             plain_folder, train("dit", f"--data.root {{0}}/plain {SIZED} {PREVIEW}cfg_scale 1.5")
         ),
-        ": a model trained with objective ... takes ...": train("dit", f"{PREVIEW}sampler sde"),
+        ": a model that predicts ... takes ...": train("dit", f"{PREVIEW}sampler sde"),
         "the hub cannot be reached, and it is not in the local cache": hub_without_a_network,
     },
     "guides/scale": {
@@ -274,7 +274,7 @@ QUOTED = {
     },
     DIFFUSION: {
         "was trained with use_rot_pos_emb true, this run with false": rotary_positions,
-        "was trained with objective flow (in SiT's time)": another_time,
+        "was trained to predict velocity on path linear (in SiT's time)": another_time,
     },
 }
 

@@ -250,12 +250,6 @@ def _totals(layers: Mapping[str, RoutedLayer]) -> dict:
     return dict(layers=rows, active=active, heads=heads, share=active / heads)
 
 
-def user_router_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that have routers of the model which the package does not have."""
-    modules = {type(router).__module__ for router in routers_of(model)}
-    return sorted(name for name in modules if not name.startswith("moh_vision."))
-
-
 def routed_layers(model: nn.Module) -> list[dict]:
     """Return the budget of every routed layer, attention and MLPs, in the order of their statistics.
 

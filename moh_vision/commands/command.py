@@ -4,7 +4,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moh_vision.common.cli import Parser, refuse_output
+from moh_vision.common.cli import Parser, add_imports, refuse_output
 from moh_vision.common.errors import exit_code, user_errors
 from moh_vision.common.progress import say
 
@@ -34,6 +34,7 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
         return command.main(argv)
     parser = Parser(f"python -m moh_vision {name}", command.__doc__)
     command.options(parser.add_argument)
+    add_imports(parser)
     draws = hasattr(command, "figure")
     endings = getattr(command, "ENDINGS", ())
     if draws:

@@ -399,9 +399,10 @@ def work(options) -> None:
         module = Classifier(model, prepared["input_size"])
     else:
         metadata.update(
-            objective=opened.metadata["objective"],
+            path=model.prediction.path,
+            output=model.prediction.output,
             learn_sigma=model.config.learn_sigma,
-            noise_scale=model.config.noise_scale,
+            noise_scale=model.prediction.noise_scale,
             null_label=model.config.num_classes,
         )
         module = Denoiser(model)

@@ -70,6 +70,7 @@ WITHOUT_EFFECT = (
     "keep_checkpoints",
     "keep_weights_every",
     "tracker",
+    "imports",
     "preview",
     "score",
     "data.workers",

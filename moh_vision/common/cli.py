@@ -6,9 +6,27 @@ import tempfile
 from pathlib import Path
 
 from moh_vision.common.errors import nearest
+from moh_vision.common.imports import import_files
 from moh_vision.common.progress import say
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
+
+
+class ImportFile(argparse.Action):
+    """The action of --imports: import the file at once, before later arguments are looked up in the package's tables."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        import_files([values])
+
+
+def add_imports(parser: argparse.ArgumentParser) -> None:
+    """Add the option --imports, which may be given several times."""
+    parser.add_argument(
+        "--imports",
+        action=ImportFile,
+        metavar="FILE",
+        help="Python file of your own that adds routers, objectives or samplers, as the run imported it",
+    )
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,14 +1,20 @@
 """The configurations of a diffusion run, of sampling from one, and of opening one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from moh_vision.common.errors import nearest
 from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
-from moh_vision.diffusion.schedulers import sampler_for, sampler_in_words
+from moh_vision.diffusion.objectives import FlowConfig, NoiseKeys, Objective, objective_class
+from moh_vision.diffusion.schedulers import (
+    check_sampler,
+    few_steps,
+    sampler_for,
+    sampler_in_words,
+)
 from moh_vision.engine.config import (
     MAX_SEED,
     HeadBudgets,
@@ -17,9 +23,9 @@ from moh_vision.engine.config import (
     ModelConfig,
     OpenedConfig,
 )
-from moh_vision.engine.keys import Section, key
+from moh_vision.engine.keys import Idle, Section, key
+from moh_vision.models.prediction import Prediction
 
-Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "dopri5", "sde", "sit-sde"]
 Classes = list[str] | None  # as text, so that a class with the name 007 is not taken for number 7
 DRAWS = "num_images!=0"  # the condition of keys that only have an effect if images are drawn
 # The keys that --protocol sets; other values of these keys are refused. "adm" is how DiT and MoH-DiT draw the images
@@ -107,14 +113,12 @@ class Guided(Section):
 class DrawConfig(Guided, needs=".every", free=True):
     """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any."""
 
-    default_sampler = dict(noise="ddim", flow="euler")
-
     every: int = key(0, ge=0)
     """Steps between two previews (or scores); one is also at the end of a run of at least so many steps; 0: never."""
     images: int = key(40, ge=1)
     """Number of images; image i has class i modulo the number of classes."""
-    sampler: Sampler | None = key(None)
-    """Sampler, as in sample.py; left out: "ddim", or with objective flow "euler"."""
+    sampler: str | None = key(None)
+    """Sampler, as in sample.py; left out: "ddim", or for a velocity "euler"."""
     steps: int = key(50, ge=1, le=1000, needs=".sampler!=dopri5")
     """Denoising steps."""
     cfg_scale: float = key(1.5, ge=0)
@@ -125,6 +129,13 @@ class DrawConfig(Guided, needs=".every", free=True):
     """Scale of autoguidance; 1: none."""
     seed: int = key(0, ge=0, le=MAX_SEED)
     """Seed of the noise."""
+
+    def agree(self) -> None:
+        check_sampler(f"{self.section}.sampler", self.sampler)
+
+    def sampler_for(self, prediction: Prediction) -> str:
+        """Return the sampler for a model with this prediction: the one asked for, or one that draws no noise."""
+        return sampler_for(prediction, self.sampler, f"{self.section}.sampler", draws_noise=False)
 
 
 @dataclass
@@ -137,6 +148,7 @@ class PreviewConfig(DrawConfig, section="preview"):
     """Numbers or names of the classes that are drawn, one a row with its name; left out: all classes."""
 
     def agree(self) -> None:
+        super().agree()
         check_classes("preview.classes", self.classes, self.images)
 
 
@@ -160,13 +172,13 @@ class ScoreConfig(DrawConfig, section="score"):
     allow_biased: bool = key(False)
     """Score also with no more images than features, labelled FID@N."""
 
-    def sampled(self, checkpoint: str, root: str, objective: str) -> "SampleConfig":
+    def sampled(self, checkpoint: str, root: str, prediction: Prediction) -> "SampleConfig":
         """Return the keys of sample.py for these scores.
 
         Args:
             checkpoint: the run.
             root: data.root, the reference if none is given.
-            objective: the run's objective.
+            prediction: what the model predicts.
         """
         same = (
             "steps",
@@ -181,32 +193,11 @@ class ScoreConfig(DrawConfig, section="score"):
         return SampleConfig(
             checkpoint=checkpoint,
             num_images=self.images,
-            sampler=sampler_for(objective, self, "score.sampler"),
+            sampler=self.sampler_for(prediction),
             score=self.reference or root,
             score_split=self.split,
             **{name: getattr(self, name) for name in same},
         )
-
-
-@dataclass
-class FlowConfig(Section, section="flow", needs="objective=flow"):
-    """Flow matching; see `moh_vision.diffusion.objectives.FlowMatchingLoss`."""
-
-    predict: Literal["velocity", "x", "noise"] = key("velocity")
-    """What the network predicts; "x", the image, learns from large patches of pixels (JiT, Li and He 2025). The loss and
-    the samplers see its velocity."""
-    timesteps: Literal["uniform", "logit-normal"] = key("uniform")
-    """How times are drawn from 0 (clean) to 1 (noise): "uniform", or "logit-normal", more of them in between."""
-    location: float = key(0.0, ge=-10, le=10, needs=".timesteps=logit-normal")
-    """Mean of the normal whose sigmoid the time is; above 0 nearer to the noise. JiT: 0.8."""
-    spread: float = key(1.0, gt=0, needs=".timesteps=logit-normal")
-    """Standard deviation of that normal. JiT: 0.8."""
-    shift: float = key(1.0, gt=0)
-    """Above 1, moves times towards the noise, for larger latents (Esser 2024, eq. 23): about the side over the side at
-    which 1 was right. RAE: the root of channels * side ** 2 / 4096 (Zheng 2025)."""
-    noise_scale: float | None = key(None, gt=0)
-    """Standard deviation of the noise, in training and sampling; left out: the model's, 2 of jit_*_patch32 (JiT for 512
-    pixels) and 1 of others."""
 
 
 @dataclass
@@ -232,7 +223,7 @@ class RepaConfig(Section, section="repa", needs=".teacher"):
 
 
 @dataclass
-class DitConfig(ImageRunConfig):
+class DitConfig(NoiseKeys, ImageRunConfig):
     """Diffusion."""
 
     # After as many steps as a classifier takes, samples of 100 pictures are blurred patches: docs/getting-started.md.
@@ -243,12 +234,11 @@ class DitConfig(ImageRunConfig):
     """Name on the Hugging Face hub, or folder, of the VAE of the latents; "none" or left out: on pixels, or on latents
     where data.root holds them, whose own VAE decodes previews."""
     model: DitModelConfig = field(default_factory=DitModelConfig)
-    objective: Literal["noise", "flow"] = key("noise")
-    """What the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT."""
-    learn_sigma: bool = key(True, needs="objective=noise")
-    """Learn the variance too (hybrid loss)."""
-    min_snr_gamma: float | None = key(None, gt=0, needs="objective=noise")
-    """Weigh the squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023."""
+    objective: str = key("noise")
+    """What the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT; or the name of an
+    objective in a file of `imports`."""
+    objective_kwargs: dict[str, Any] | None = key(None)
+    """Options of an objective of your own."""
     flow: FlowConfig = field(default_factory=FlowConfig)
     label_drop: float = key(0.1, ge=0, lt=1)
     """Share of labels replaced by "no class", for guidance."""
@@ -256,23 +246,35 @@ class DitConfig(ImageRunConfig):
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
 
+    @property
+    def objective_class(self) -> type[Objective]:
+        """The class of the objective; ValueError for an unknown name."""
+        return objective_class(vars(self))
+
     def agree(self) -> None:
         super().agree()
+        objective = self.objective_class
         self.vae = self.vae or "none"
         for draw in (self.preview, self.score):
             if not draw.every:
                 continue
-            sampler_for(self.objective, draw, f"{draw.section}.sampler")
+            draw.sampler_for(objective.prediction)
             if draw.cfg_scale != 1 and not self.label_drop:
                 said = f"{draw.section}.cfg_scale {draw.cfg_scale:g}"
                 raise ValueError(f"{said} needs label_drop above 0, or 1 for no guidance")
+
+    def idle(self) -> Iterator[Idle]:
+        yield from super().idle()
+        of_users = not self.objective_class.has_keys
+        yield Idle("objective_kwargs", of_users, "an objective of your own", "objective")
+
+    def sampling_options(self) -> str:
+        return few_steps(self.objective_class.prediction)
 
 
 @dataclass(kw_only=True)
 class SampleConfig(Guided):
     """Sampling from a trained run."""
-
-    default_sampler = dict(noise="ddpm", flow="sde")
 
     checkpoint: str = key(also="ckpt")
     """Folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either; the
@@ -299,9 +301,9 @@ class SampleConfig(Guided):
     labels: Literal["balanced", "random"] | None = key(None, needs=DRAWS)
     """"balanced": the classes in turn; "random": drawn from (seed, i); left out: random where the reference holds ADM's
     statistics, else balanced."""
-    sampler: Sampler | None = key(None)
+    sampler: str | None = key(None)
     """"ddpm" (left out), "ddim" or "dpm-solver++"; of a model trained with objective flow "sde" (left out), "sit-sde",
-    "euler", "heun" or "dopri5", which chooses its own steps."""
+    "euler", "heun" or "dopri5", which chooses its own steps. The last three sample from any velocity."""
     steps: int = key(250, ge=1, le=1000, needs="sampler!=dopri5")
     """Denoising steps."""
     cfg_scale: float = key(1.0, ge=0, needs=DRAWS)
@@ -365,6 +367,8 @@ class SampleConfig(Guided):
     """Score also with no more images than features, labelled FID@N."""
     score_file: str | None = key(None, needs="score")
     """Where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json)."""
+    imports: list[str] = key([])
+    """Python files of your own that add routers, objectives or samplers, as the run imported them."""
     overwrite: bool = key(False)
     """Replace what is at the output paths; in a folder the samples that sample.py wrote there, other files stay."""
 
@@ -374,6 +378,7 @@ class SampleConfig(Guided):
         return sampler_in_words(self.sampler, self.steps)
 
     def agree(self) -> None:
+        check_sampler("sampler", self.sampler)
         for name, value in PROTOCOLS.get(self.protocol, {}).items():
             if getattr(self, name) not in (None, value):
                 shown = "all" if value is None else value

@@ -17,9 +17,8 @@ from moh_vision.data.imagenet import unnamed_classes
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
-from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, weak_predict
-from moh_vision.diffusion.schedulers import sampler_for, shift_of
+from moh_vision.diffusion.schedulers import sampler_for
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
 from moh_vision.models.dit import arguments_of
@@ -93,12 +92,13 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
         vae.enable_slicing()
     if config.head_budget is not None or config.mlp_budget is not None:
         set_head_budget(model, config.head_budget, mlp=config.mlp_budget)
-    config.sampler = sampler_for(metadata["objective"], config, "--sampler")
+    prediction = model.prediction
+    config.sampler = sampler_for(prediction, config.sampler, "--sampler", draws_noise=True)
     guidance = Guidance(channels=config.guide_channels)
     config.guide_channels = guidance.guided(model.config.in_channels)
     on_pixels = vae is None  # only pixels have a range to clip to
     scheduler = make_scheduler(
-        config.sampler, config.steps, model.config.learn_sigma, on_pixels, metadata["shift"]
+        config.sampler, config.steps, model.config.learn_sigma, on_pixels, prediction.shift
     )
     label_drop = metadata["label_drop"]
     if config.cfg_scale != 1 and not metadata["classes"]:
@@ -154,12 +154,10 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
         name: name of the model whose weights `path` holds.
         weights: "ema", "ema2" or "model".
     """
-    metadata = dict(objective="noise", shift=1.0, label_drop=None, run=None, vae=None)
+    metadata = dict(label_drop=None, run=None, vae=None)
     if name:
         model, more = published_model(path, name, weights)
         metadata.update(more, architecture=name)
-        if model.config.predict:  # of published models SiT's alone
-            metadata["objective"] = "flow"
         file = weights_file(path, weights)
     elif (Path(path) / "model_index.json").is_file():
         model, more = _saved_pipeline(path)
@@ -168,8 +166,7 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
     else:
         model, more = from_run(path, "diffusion", weights)
         file = Path(more["weights"])
-        objective = make_objective(more["config"])
-        metadata.update(more, objective=objective.name, shift=getattr(objective, "shift", 1.0))
+        metadata.update(more)
         metadata["run"] = run_of(file)
         metadata["label_drop"] = more["config"].get("label_drop")
     return model, dict(metadata, file=file, weights=weights_said(file, weights))
@@ -189,22 +186,17 @@ def _saved_pipeline(path: str) -> tuple[nn.Module, dict]:
         architecture=Path(path).name,
         classes=classes,
         vae=pipe.vae,
-        objective=pipe.config.objective,
         label_drop=pipe.config.label_drop,
-        shift=shift_of(pipe.scheduler),
     )
 
 
-def open_guide(
-    key: str, guide: str | None, model: nn.Module, objective: str, vae
-) -> nn.Module | str | None:
+def open_guide(key: str, guide: str | None, model: nn.Module, vae) -> nn.Module | str | None:
     """Open the weak model that guides a sampler, as `weak_predict` takes it; refuse one that does not fit `model`.
 
     Args:
         key: the key or option that `guide` was given with, for messages.
         guide: a path; "heads:SHARE" and None are returned as they are.
         model: the model to guide.
-        objective: the objective of `model`.
         vae: the VAE of `model`, as in the metadata of `open_model`.
     """
     opened = guide
@@ -213,10 +205,7 @@ def open_guide(
         refuse_missing(key, guide)
         opened, metadata = open_model(guide)
         opened.to(next(model.parameters()).device)
-        must_agree = [
-            ("objective", metadata["objective"], objective),
-            ("VAE", _sha256(metadata["vae"]), _sha256(vae)),
-        ]
+        must_agree = [("VAE", _sha256(metadata["vae"]), _sha256(vae))]
     weak_predict(model, opened, f"{key} {guide}", must_agree)  # called for its checks alone
     return opened
 

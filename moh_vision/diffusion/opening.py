@@ -130,7 +130,7 @@ class OpenedDiffusion(Opened):
         reads = {}
         if isinstance(config, OpenedDitConfig):
             section = ScoreConfig(**self.metadata["config"]["score"])
-            config = section.sampled(config.checkpoint, config.data.root, self.objective.name)
+            config = section.sampled(config.checkpoint, config.data.root, self.model.prediction)
             reads = dict(section.reads, decoding=Decoding.of(self.config.data))
         pipe = self.splits.get("pipeline") or make_pipeline(config, self.model, self.metadata)
         pipe.register_modules(transformer=self.model)

@@ -35,12 +35,11 @@ class MoHDiTPipeline(DiffusionPipeline):
     Args:
         transformer: a `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which is
             converted with equal outputs. Its config.num_classes is the label that means "no class".
-        scheduler: of diffusers, for a model that predicts noise over 1000 steps, or the velocity of a flow.
+        scheduler: of diffusers, for what the transformer predicts, see `Prediction`.
         vae: decodes latents, which its config says how to scale, see `LatentSpace`; None: the transformer works
             on pixels in [-1, 1].
         id2label: names of the classes, by number.
         label_drop: share of labels that training replaced by "no class"; with 0, guidance is refused.
-        objective: what the transformer predicts: "noise", or "flow" for a velocity; None: the scheduler's.
         downsampling: pixels per side of a latent; None: the VAE's. A VAE that is set later must have the same.
     """
 
@@ -55,7 +54,6 @@ class MoHDiTPipeline(DiffusionPipeline):
         vae: ModelMixin | None = None,
         id2label: dict | None = None,
         label_drop: float | None = None,
-        objective: str | None = None,
         downsampling: int | None = None,
     ):
         super().__init__()
@@ -70,7 +68,6 @@ class MoHDiTPipeline(DiffusionPipeline):
         if id2label is not None:  # keys are strings in JSON
             id2label = {str(number): name for number, name in id2label.items()}
         self.register_to_config(id2label=id2label, label_drop=label_drop, downsampling=downsampling)
-        self.register_to_config(objective=objective or schedulers.objective_of(scheduler))
         self._check_parts()
         self.image_processor = VaeImageProcessor()
 
@@ -172,7 +169,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             on_step = partial(
                 self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs
             )
-            noise_scale = self.transformer.config.noise_scale
+            noise_scale = self.transformer.prediction.noise_scale
             x = sampling.denoise(guided, scheduler, x, generators, on_step, noise_scale)
         if output_type != "latent":
             x = self.decode(x)
@@ -247,21 +244,9 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     def _check_parts(self) -> None:
         """Refuse a scheduler or a VAE that does not fit the transformer; users may have replaced them."""
-        needed = self.config.objective
-        given = schedulers.objective_of(self.scheduler)
-        if given != needed:
-            name = f"scheduler {type(self.scheduler).__name__}"
-            trained = f"the transformer was trained with objective {needed}"
-            fitting = ", ".join(schedulers.samplers_of(needed))
-            raise ValueError(
-                f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}"
-            )
-        predict = self.transformer.config.predict
-        if predict and needed != "flow":
-            raise ValueError(
-                f"scheduler {type(self.scheduler).__name__} is for objective {given}, the transformer has predict "
-                f"{predict!r}, of a flow; make_scheduler has {', '.join(schedulers.samplers_of('flow'))}"
-            )
+        problem = schedulers.why_unfit(self.scheduler, self.transformer.prediction)
+        if problem:
+            raise ValueError(problem)
         if self.vae is None:
             return
         try:

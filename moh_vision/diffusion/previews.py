@@ -27,7 +27,6 @@ from moh_vision.diffusion.sampling import (
 )
 from moh_vision.diffusion.schedulers import (
     make_scheduler,
-    sampler_for,
     sampler_in_words,
     step_count,
 )
@@ -40,7 +39,7 @@ ROWS = 10  # with at most this many classes, each class has a row
 COLUMNS = 10  # images in a row
 
 
-def open_drawings(setup, inputs, model: nn.Module, objective: nn.Module) -> list["Samples"]:
+def open_drawings(setup, inputs, model: nn.Module) -> list["Samples"]:
     """Return the `Previews` and `Scores` of a run; open the VAE and the reference only if they will be needed."""
     config = setup.config
     accelerator = setup.accelerator
@@ -60,10 +59,10 @@ def open_drawings(setup, inputs, model: nn.Module, objective: nn.Module) -> list
     with accelerator.main_process_first():
         if draws:
             decode = inputs.decoder(accelerator.device)
-    previews = Previews(config.preview, inputs, model, objective, decode)
-    scores = Scores(config.score, inputs, model, objective, decode)
+    previews = Previews(config.preview, inputs, model, decode)
+    scores = Scores(config.score, inputs, model, decode)
     if 0 < config.score.every <= last:
-        sample_config = config.score.sampled(config.output, config.data.root, objective.name)
+        sample_config = config.score.sampled(config.output, config.data.root, model.prediction)
         channels = image_channels(inputs.vae or model)
         with accelerator.main_process_first():
             scores.scorer = make_scorer(
@@ -79,13 +78,10 @@ class Samples:
         config: a `DrawConfig`.
         inputs: what the run trains on, see `open_inputs`.
         model: the model that trains.
-        objective: the loss that it trains with.
         decode: samples [B, C, h, w] -> images in [-1, 1]; None: samples are images.
     """
 
-    def __init__(
-        self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None
-    ):
+    def __init__(self, config, inputs, model: nn.Module, decode: Callable | None = None):
         self.config = config
         self.names = inputs.source.classes
         self.failed = 0
@@ -98,18 +94,21 @@ class Samples:
             )
         self.guidance = Guidance(config.cfg_scale, weak_scale=config.guide_scale)
         self.decode = decode
-        self.sampler = sampler_for(objective.name, config, f"{config.section}.sampler")
-        shift = getattr(objective, "shift", 1.0)
+        self.sampler = config.sampler_for(model.prediction)
         on_pixels = inputs.space is None
         try:
             self.scheduler = make_scheduler(
-                self.sampler, config.steps, model.config.learn_sigma, clip=on_pixels, shift=shift
+                self.sampler,
+                config.steps,
+                model.config.learn_sigma,
+                clip=on_pixels,
+                shift=model.prediction.shift,
             )
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
         guide = config.guide if config.every else None
         vae = inputs.space and vars(inputs.space)
-        self.weak = open_guide(f"{config.section}.guide", guide, model, objective.name, vae)
+        self.weak = open_guide(f"{config.section}.guide", guide, model, vae)
 
     def labels(self, numbers: range) -> Tensor:
         """Return the classes of the images with these numbers, [len(numbers)]."""
@@ -134,7 +133,7 @@ class Samples:
                 self.guidance,
                 on_step,
                 weak,
-                model.config.noise_scale,
+                model.prediction.noise_scale,
             )
             if self.decode:
                 x = self.decode(x)

@@ -261,8 +261,7 @@ class Drawing:
         self.trained_on = metadata.get("config", {}).get("data", {})
         self.file = metadata["file"]
         vae = metadata["vae"] or pipe.vae
-        objective = metadata["objective"]
-        self.weak = open_guide("--guide", config.guide, pipe.transformer, objective, vae)
+        self.weak = open_guide("--guide", config.guide, pipe.transformer, vae)
         pipe.set_progress_bar_config(disable=True)
         if metadata["run"]:
             weights = self.file.stem

@@ -164,8 +164,10 @@ def weak_predict(
         else:
             weak = guide
             budgets = model_budgets(weak)
-        keys = ("in_channels", "sample_size", "num_classes", "noise_scale")
+        keys = ("in_channels", "sample_size", "num_classes")
         compared = [(key, weak.config[key], model.config[key]) for key in keys]
+        for key in ("path", "output", "noise_scale"):
+            compared.append((key, getattr(weak.prediction, key), getattr(model.prediction, key)))
         for key, found, needed in [*compared, *must_agree]:
             if found != needed:
                 raise ValueError(f"its {key} is {found}, that of the model to guide is {needed}")

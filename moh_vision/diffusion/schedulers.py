@@ -37,55 +37,187 @@ settings of the old one that do not fit it. n is the number of steps.
 from __future__ import annotations  # annotations name classes that only type checkers import
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS, shifted
+from moh_vision.diffusion.objectives.contract import NUM_TIMESTEPS
+from moh_vision.diffusion.objectives.flow import shifted
+from moh_vision.diffusion.objectives.noise import BETA_END, BETA_START
+from moh_vision.models.prediction import DDPM, LINEAR, Prediction
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin
 
-# Each sampler, with the objective of the models that it samples from.
-SAMPLERS = {
-    "ddpm": "noise",
-    "ddim": "noise",
-    "dpm-solver++": "noise",
-    "euler": "flow",
-    "heun": "flow",
-    "dopri5": "flow",
-    "sde": "flow",
-    "sit-sde": "flow",
-}
-ADAPTIVE = "dopri5"  # the sampler that chooses its own steps
 LEARNED = ("learned", "learned_range")  # values of `variance_type`
 
 
-def samplers_of(objective: str) -> list[str]:
-    """Return the samplers for models trained with `objective`."""
-    return [name for name, sampled in SAMPLERS.items() if sampled == objective]
+@dataclass(frozen=True)
+class Sampler:
+    """A sampler: a scheduler, and the models that it samples from.
+
+    Args:
+        make: function of (learned_variance, clip, shift), see `make_scheduler`, that returns a scheduler.
+        output: what the scheduler takes: `Prediction.output` of the models.
+        path: the path that the scheduler knows; None: it takes the output on any path, as a solver of dx = v dt does.
+        draws_noise: whether its steps draw noise.
+        order: order of its error in the length of a step; 0: it chooses its own steps.
+    """
+
+    make: Callable[[bool, bool, float], SchedulerMixin]
+    output: str
+    path: str | None
+    draws_noise: bool = False
+    order: int = 1
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Return whether it samples from models with this prediction."""
+        return self.output == prediction.output and self.path in (None, prediction.path)
 
 
-def sampler_for(objective: str, config, key: str) -> str:
-    """Return the sampler of a configuration, or its default, for a model trained with `objective`."""
-    fitting = samplers_of(objective)
-    if config.sampler and config.sampler not in fitting:
-        takes = ", ".join(fitting)
+def _with_betas(class_name: str, **options) -> SchedulerMixin:
+    """Return a scheduler of diffusers for the 1000 steps of DDPM."""
+    import diffusers
+
+    betas = dict(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
+    scheduler_class = getattr(diffusers, class_name)
+    return scheduler_class(num_train_timesteps=NUM_TIMESTEPS, **betas, **options)
+
+
+def _ddpm(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    variance = "learned_range" if learned_variance else "fixed_small"
+    return _with_betas(
+        "DDPMScheduler", clip_sample=clip, variance_type=variance, timestep_spacing="linspace"
+    )
+
+
+def _ddim(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    return _with_betas("DDIMScheduler", clip_sample=clip, timestep_spacing="leading")
+
+
+def _dpm_solver(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    return _with_betas(
+        "DPMSolverMultistepScheduler",
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+        use_lu_lambdas=True,
+        final_sigmas_type="zero",
+        thresholding=clip,  # clips to [-1, 1]: `sample_max_value` is 1 by default
+    )
+
+
+def _euler(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(NUM_TIMESTEPS, shift=shift)
+
+
+def _heun(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    from diffusers import FlowMatchHeunDiscreteScheduler
+
+    return FlowMatchHeunDiscreteScheduler(NUM_TIMESTEPS, shift=shift)
+
+
+# The modules of our schedulers import diffusers.
+
+
+def _dopri5(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    from moh_vision.diffusion.flow_ode import FlowMatchDopri5Scheduler
+
+    return FlowMatchDopri5Scheduler(NUM_TIMESTEPS, shift=shift)
+
+
+def _sde(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler
+
+    return FlowMatchSDEScheduler(NUM_TIMESTEPS, shift=shift)
+
+
+def _sit_sde(learned_variance: bool, clip: bool, shift: float) -> SchedulerMixin:
+    from moh_vision.diffusion.flow_sde import FlowMatchSiTSDEScheduler
+
+    return FlowMatchSiTSDEScheduler(NUM_TIMESTEPS, shift=shift)
+
+
+ADAPTIVE = "dopri5"  # the sampler that chooses its own steps
+# By name. Of those that fit a model the first one that draws noise is the default of sample.py, and the first one that
+# draws none the default of previews and of scores while training.
+SAMPLERS: dict[str, Sampler] = {
+    "ddpm": Sampler(_ddpm, "noise", DDPM, draws_noise=True),
+    "ddim": Sampler(_ddim, "noise", DDPM),
+    "dpm-solver++": Sampler(_dpm_solver, "noise", DDPM, order=2),
+    "euler": Sampler(_euler, "velocity", None),
+    "heun": Sampler(_heun, "velocity", None, order=2),
+    ADAPTIVE: Sampler(_dopri5, "velocity", None, order=0),
+    "sde": Sampler(_sde, "velocity", LINEAR, draws_noise=True),
+    "sit-sde": Sampler(_sit_sde, "velocity", LINEAR, draws_noise=True),
+}
+
+
+def check_sampler(key: str, sampler: str | None) -> None:
+    """Raise ValueError for the name of an unknown sampler; None is allowed."""
+    if sampler is not None and sampler not in SAMPLERS:
+        raise ValueError(f"{key} {sampler!r} is not one of {', '.join(SAMPLERS)}")
+
+
+def samplers_of(prediction: Prediction) -> list[str]:
+    """Return the samplers for models with this prediction."""
+    return [name for name, sampler in SAMPLERS.items() if sampler.fits(prediction)]
+
+
+def sampler_for(prediction: Prediction, asked: str | None, key: str, draws_noise: bool) -> str:
+    """Return the sampler that a key asks for, or its default, for models with this prediction.
+
+    Args:
+        prediction: what the model predicts.
+        asked: the key's value; None: the default.
+        key: the key, for messages.
+        draws_noise: whether the default is a sampler that draws noise, if there is one.
+    """
+    fitting = samplers_of(prediction)
+    if not fitting:
         raise ValueError(
-            f"{key} {config.sampler}: a model trained with objective {objective} takes {takes}"
+            f"{key} {asked or ''}: there is no sampler for a prediction of {prediction}; one of your own goes into "
+            "SAMPLERS of moh_vision.diffusion"
         )
-    return config.sampler or config.default_sampler[objective]
+    if asked and asked not in fitting:
+        raise ValueError(
+            f"{key} {asked}: a model that predicts {prediction} takes {', '.join(fitting)}"
+        )
+    preferred = [name for name in fitting if SAMPLERS[name].draws_noise == draws_noise]
+    return asked or (preferred or fitting)[0]
 
 
-def objective_of(scheduler: SchedulerMixin) -> str:
-    """Return the objective that a scheduler of diffusers samples from: "noise" or "flow"."""
-    if type(scheduler).__name__.startswith("FlowMatch"):
-        return "flow"
-    if scheduler.config.get("prediction_type") == "flow_prediction":
-        return "flow"
-    return "noise"
+def few_steps(prediction: Prediction) -> str:
+    """Return the options of sample.py for a good image in little time: few steps of the sampler of the highest order."""
+    best = max(samplers_of(prediction), key=lambda name: SAMPLERS[name].order)
+    return f"--sampler {best} --steps 20"
+
+
+def why_unfit(scheduler: SchedulerMixin, prediction: Prediction) -> str:
+    """Return why a scheduler, ours or another of diffusers, does not sample from such models; "" if it does."""
+    name = type(scheduler).__name__
+    path = DDPM
+    flow_prediction = scheduler.config.get("prediction_type") == "flow_prediction"
+    if name.startswith("FlowMatch") or flow_prediction:
+        path = LINEAR
+    if path == prediction.path:
+        return ""
+    fitting = samplers_of(prediction)
+    # On a path that diffusers does not know only the schedulers of our samplers are known to fit. diffusers' Euler
+    # with stochastic sampling adds noise as on the linear path.
+    adds_noise = scheduler.config.get("stochastic_sampling")
+    if prediction.path not in (DDPM, LINEAR) and not adds_noise:
+        schedulers = [type(SAMPLERS[each].make(False, False, 1.0)) for each in fitting]
+        if type(scheduler) in schedulers:
+            return ""
+    return (
+        f"scheduler {name} is for path {path}, the transformer predicts {prediction}; make_scheduler has "
+        f"{', '.join(fitting)}"
+    )
 
 
 def shift_of(scheduler: SchedulerMixin) -> float:
@@ -129,42 +261,15 @@ def make_scheduler(
             noise (Lu et al. 2022). On images with fine detail "dpm-solver++" comes nearest to exact solutions
             (docs/guides/sampling.md). For models that predict a velocity: "euler" and "heun" (two passes a step, one
             in the last) solve the ODE in equal steps, "dopri5" in steps of its own, see `FlowMatchDopri5Scheduler`;
-            "sde" solves the stochastic equation of `FlowMatchSDEScheduler` in equal steps, "sit-sde" with a last
+            on the linear path "sde" solves the stochastic equation of `FlowMatchSDEScheduler` in equal steps, "sit-sde" with a last
             step of 0.04, see `FlowMatchSiTSDEScheduler`.
         num_steps: number of steps; without effect for "dopri5".
         learned_variance: the model also predicts the variance, as an interpolation; "ddpm" uses it.
         clip: clip the predicted image to [-1, 1]: for pixels, not for latents; ignored for flow.
         shift: factor that shifts the steps of a flow towards the noise; take the one of the training.
     """
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
-    import diffusers
-
-    # These modules import diffusers.
-    from moh_vision.diffusion.flow_ode import FlowMatchDopri5Scheduler
-    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler, FlowMatchSiTSDEScheduler
-
-    variance = "learned_range" if learned_variance else "fixed_small"
-    dpm = dict(
-        algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True, final_sigmas_type="zero"
-    )
-    scheduler_class, options = {
-        "ddpm": (
-            diffusers.DDPMScheduler,
-            dict(clip_sample=clip, variance_type=variance, timestep_spacing="linspace"),
-        ),
-        "ddim": (diffusers.DDIMScheduler, dict(clip_sample=clip, timestep_spacing="leading")),
-        # thresholding clips to [-1, 1]: `sample_max_value` is 1 by default.
-        "dpm-solver++": (diffusers.DPMSolverMultistepScheduler, dict(dpm, thresholding=clip)),
-        "euler": (diffusers.FlowMatchEulerDiscreteScheduler, dict(shift=shift)),
-        "heun": (diffusers.FlowMatchHeunDiscreteScheduler, dict(shift=shift)),
-        "dopri5": (FlowMatchDopri5Scheduler, dict(shift=shift)),
-        "sde": (FlowMatchSDEScheduler, dict(shift=shift)),
-        "sit-sde": (FlowMatchSiTSDEScheduler, dict(shift=shift)),
-    }[sampler]
-    if SAMPLERS[sampler] == "noise":
-        options.update(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
-    scheduler = scheduler_class(num_train_timesteps=NUM_TIMESTEPS, **options)
+    check_sampler("sampler", sampler)
+    scheduler = SAMPLERS[sampler].make(learned_variance, clip, shift)
     set_steps(scheduler, num_steps)
     return scheduler
 

@@ -33,10 +33,10 @@ from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.dit import arguments_of
 from moh_vision.models.dit_weights import is_jits, patch_of_jit
 from moh_vision.models.frozen import FrozenRecord
+from moh_vision.models.prediction import FROM_NOISE, LINEAR, Prediction
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
-from moh_vision.models.velocity import FROM_NOISE
 from moh_vision.models.weight_files import read_metadata, shapes_in, weights_file
 
 
@@ -78,14 +78,13 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- steps to do; objective and model
     span = setup.lock_and_find_steps(config.max_steps)
-    if config.objective == "flow" and config.flow.noise_scale is None:
-        config.flow.noise_scale = arguments_of(name, arguments).get("noise_scale", 1.0)
+    prediction = Prediction.of(arguments_of(name, arguments).get("prediction"))
+    config.objective_class.complete(config, prediction)
     objective = make_objective(config.tree())
-    refuse_other_objective(name, arguments, config)
+    refuse_other_prediction(name, arguments, config, objective.prediction)
     decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
-    decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
-    decided["predict"] = getattr(objective, "predict", None)
-    decided["noise_scale"] = getattr(objective, "noise_scale", 1.0)
+    decided["learn_sigma"] = objective.learn_sigma
+    decided["prediction"] = objective.prediction.tree()
     config.model.refuse_other(**decided)
     arguments |= decided
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
@@ -105,7 +104,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     descent = BlockDescent(accelerator, trained, config.compile, config.block_descent)
 
     # ---------------------------------------------------------------- previews, order, calibration
-    drawings = open_drawings(setup, inputs, model, objective)
+    drawings = open_drawings(setup, inputs, model)
     sampler = PositionSampler(
         source.shard_sizes,
         group=data_config.shuffle_shards,
@@ -212,18 +211,20 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
 
 
-def refuse_other_objective(name: str, arguments: dict, config: DitConfig) -> None:
-    """Refuse to train a model of SiT's or JiT's with another objective than its own."""
+def refuse_other_prediction(
+    name: str, arguments: dict, config: DitConfig, prediction: Prediction
+) -> None:
+    """Refuse to train a model of SiT's or JiT's with another prediction than its own."""
     compat = arguments_of(name, arguments).get("compat")
     if compat not in FROM_NOISE:
         return
     family, predict = FROM_NOISE[compat]
-    if config.objective == "flow" and config.flow.predict == predict:
+    if (prediction.path, prediction.predict) == (LINEAR, predict):
         return
-    asked = objective_said(config.tree(), "official")
     model = config.model.pretrained or name
     raise ValueError(
-        f"objective {asked}: {model} is a {family}, which takes objective flow with flow.predict {predict}"
+        f"objective {config.objective}, which predicts {prediction}: {model} is a {family}, which takes objective flow "
+        f"with flow.predict {predict}"
     )
 
 
@@ -233,15 +234,15 @@ def say_other_training(config: DitConfig, model: nn.Module) -> None:
     if not origin:
         return
     trained, arguments = training_of(origin)
-    now = objective_said(config.tree(), model.config.compat)
+    now = prediction_said(model.prediction, model.config.compat)
     if trained is not None:
-        before = objective_said(trained, arguments.get("compat", "official"))
+        before = prediction_said(trained, arguments.get("compat", "official"))
     elif model.config.compat == "sit":
         before = now  # a file of SiT's does not say what it is: it is taken for what the model is
     else:
-        before = "noise"  # other files that say nothing are of DiTs
+        before = str(Prediction())  # other files that say nothing are of DiTs
     if before != now:
-        say(f"{origin} was trained with objective {before}, this run with {now}")
+        say(f"{origin} was trained to predict {before}, this run predicts {now}")
     # Argument -> its value where the weights do not say it. DiT and SiT have no rotary positions.
     unseen = {"use_rot_pos_emb": False}
     if model.config.class_tokens:
@@ -253,77 +254,53 @@ def say_other_training(config: DitConfig, model: nn.Module) -> None:
             say(f"{origin} was trained with {key} {before}, this run with {now} (model.kwargs)")
 
 
-def training_of(source: str) -> tuple[dict | None, dict]:
-    """Return the configuration that weights for `init_from` were trained with, and the arguments of their model.
-
-    Of the configuration only the objective is of use; it is None for files that do not say it.
-    """
+def training_of(source: str) -> tuple[Prediction | None, dict]:
+    """Return what weights for `init_from` predict, None for files that do not say it, and the arguments of their model."""
     path = Path(source)
     if not path.exists():  # the name of a registered model
-        arguments = arguments_of(source, {})
-        return objective_of_model(arguments), arguments
-    index = path / "model_index.json"
-    if index.is_file():  # a pipeline, ours or diffusers'
-        arguments = json.loads((path / "transformer" / "config.json").read_text())
-        trained = objective_of_model(arguments)
-        trained["objective"] = json.loads(index.read_text()).get("objective", "noise")
-        return trained, arguments
+        return said_by(arguments_of(source, {}))
+    if (path / "model_index.json").is_file():  # a pipeline, ours or diffusers'
+        return said_by(json.loads((path / "transformer" / "config.json").read_text()))
     settings = path / "config.json"
     if settings.is_file():  # what save_pretrained wrote
-        arguments = json.loads(settings.read_text())
-        return objective_of_model(arguments), arguments
+        return said_by(json.loads(settings.read_text()))
     file = weights_file(source)
     if file.suffix == ".safetensors":
         metadata = read_metadata(file)
-        config = metadata.get("config")
         arguments = metadata.get("arguments")
-        if not isinstance(arguments, dict):
-            arguments = {}
-        if isinstance(config, dict):
-            return config, arguments_of(str(metadata.get("architecture")), arguments)
+        if isinstance(arguments, dict):
+            return said_by(arguments_of(str(metadata.get("architecture")), arguments))
     shapes = shapes_in(file)
     if is_jits(shapes):
         arguments = arguments_of(f"jit_base_patch{patch_of_jit(shapes)}", {})
         if not arguments:  # none of JiT's own sizes
             arguments = arguments_of("jit_base_patch16", {})
         del arguments["class_tokens_start"]  # other sizes have another one, which no file says
-        return objective_of_model(arguments), arguments
+        return said_by(arguments)
     return None, {}
 
 
-def objective_of_model(arguments: dict) -> dict:
-    """Return the keys of the objective of a model with these arguments: the noise of DDPM if it has no `predict`."""
-    predict = arguments.get("predict")
-    if predict is None:
-        return dict(objective="noise")
-    noise_scale = arguments.get("noise_scale", 1.0)
-    return dict(objective="flow", flow=dict(predict=predict, noise_scale=noise_scale))
+def said_by(arguments: dict) -> tuple[Prediction, dict]:
+    """Return what a model with these arguments predicts, and the arguments."""
+    return Prediction.of(arguments.get("prediction")), arguments
 
 
-def objective_said(config: dict, compat: str) -> str:
-    """Return an objective as text, with what distinguishes a flow from that of our velocity and N(0, 1).
+def prediction_said(prediction: Prediction, compat: str) -> str:
+    """Return a prediction as text, with what distinguishes it from one in our time and of N(0, 1).
 
     Args:
-        config: a run's configuration, or `objective_of_model`'s.
+        prediction: the model's.
         compat: the model's.
     """
-    name = config.get("objective", "noise")
-    if name == "noise":
-        return name
-    flow = config.get("flow") or {}
-    predict = flow.get("predict", "velocity")
-    noise_scale = flow.get("noise_scale", 1.0)
     details = []
     if compat in FROM_NOISE:
         family, _ = FROM_NOISE[compat]
         details.append(f"in {family}'s time")
-    elif predict != "velocity":
-        details.append(f"predict {predict}")
-    if noise_scale != 1:
-        details.append(f"noise_scale {noise_scale:g}")
+    if prediction.noise_scale != 1:
+        details.append(f"noise_scale {prediction.noise_scale:g}")
     if not details:
-        return name
-    return f"{name} ({', '.join(details)})"
+        return str(prediction)
+    return f"{prediction} ({', '.join(details)})"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from moh_vision.common.errors import message_of, nearest, reason_of
+from moh_vision.common.imports import import_files
 from moh_vision.common.io import RUN_CONFIG, run_of
 from moh_vision.common.progress import say
 from moh_vision.common.wings import WINGS
@@ -128,12 +129,30 @@ def parse_config(
     for name, origin in origins.items():
         if name not in given:
             keys[name].as_type(values[name], name, f"{origin}: ")
+    _import(values, given, runs, origins.get("imports"))
     config = _without_idle(_make(config_class, values), values, given, ", ".join(files), prog)
     config.given = frozenset(given)
     if prints:
         say(dump(config.tree()))
         raise SystemExit(0)
     return config
+
+
+def _import(values: dict[str, Any], given: set[str], runs: type | None, file: str | None) -> None:
+    """Import the files of --imports, so that what they register is known before the configuration is checked.
+
+    A configuration in `file` must not name code that the command line does not name. That of a run that is opened may,
+    because the model may do without: there its files are left out.
+    """
+    files = values.pop("imports", [])
+    if "imports" in given:
+        values["imports"] = files
+        import_files(files)
+    elif files and not runs:
+        named = " ".join(files)
+        raise ValueError(
+            f"{file}: imports {named} is code, which is imported only if the command line says so: --imports {named}"
+        )
 
 
 def _file_entries(

@@ -201,6 +201,9 @@ class CommonConfig(Section):
     """"no", "bf16" or "fp16"."""
     tf32: bool = key(False)
     """Let NVIDIA GPUs multiply float32 matrices in TF32."""
+    imports: list[str] = key([], free=True)
+    """Python files of your own that add routers, objectives or samplers (docs/guides/extend.md). They are code: only those
+    on the command line are imported, and every command that opens the run takes the same --imports."""
 
 
 @dataclass(kw_only=True)
@@ -284,6 +287,10 @@ class RunConfig(CommonConfig):
                 raise ValueError(f"--allow-change {name}: {why}")
             if name not in keys_of(type(self)) and name not in KEPT_KEYS:
                 raise ValueError(f"--allow-change {name}: {unknown_key(name, keys_of(type(self)))}")
+
+    def sampling_options(self) -> str:
+        """Return the options of sample.py that a run of a diffusion model suggests when it ends."""
+        return ""
 
     def routers(self) -> list[tuple[str, dict]]:
         """Return name and options of each router that the model may have, for `idle`."""

@@ -38,10 +38,11 @@ PACKAGES = (
     "transformers",
     "torch-fidelity",
 )
+STARTS = "environment.jsonl"  # an entry for each start of a run
 NEXT = {  # commands to suggest after a run, by its wing; each follows "python -m moh_vision"
     "classification": (".classification.validate --checkpoint {run}", " predict {run} IMAGES"),
     "diffusion": (
-        ".diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
+        ".diffusion.sample --checkpoint {run} --num-images 100 {sampling_options} --grid grid.png",
     ),
     "text": (" publish {run} --output FOLDER", " table {run}"),
 }
@@ -50,7 +51,6 @@ OF_FILES = {  # further commands to suggest if the run's folder has the file
     "head_load.json": " head-load {run} --output heads.png",
     "gates.md": " gates {run} --output gates.png",
 }
-FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")
 
 
 @dataclass
@@ -277,16 +277,39 @@ def logged(metrics: Path) -> Iterator[dict]:
 
 
 def record_start(folder: Path, **start) -> None:
-    """Append an entry for a start of a run to FOLDER/environment.jsonl: `start`, date, commit, versions and cores."""
+    """Append an entry for a start of a run to environment.jsonl in the folder: `start`, date, commit, versions and cores."""
     start["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     start["commit"] = commit(Path(__file__).parents[2])
     start["versions"] = versions()
     start["cores"] = os.cpu_count()
-    file = folder / "environment.jsonl"
+    file = folder / STARTS
     earlier = b""
     if file.exists():
         earlier = file.read_bytes()
     write_whole(file, earlier + json.dumps(start).encode() + b"\n")
+
+
+def imports_said(folder: Path, imports: dict[str, str]) -> list[str]:
+    """Return a line for each file that a run imports: its SHA-256, and whether it has changed since the run's last start.
+
+    A change is said and not refused, as a change of the package is.
+
+    Args:
+        folder: the run's folder; its environment.jsonl has the earlier starts.
+        imports: file -> SHA-256.
+    """
+    if not imports:
+        return []
+    earlier: dict[str, str] = {}
+    for start in logged(folder / STARTS):
+        earlier = dict(start.get("imports", {}))
+    lines = []
+    for file, digest in imports.items():
+        line = f"imports {file} (sha256 {digest[:12]})"
+        if earlier.get(file, digest) != digest:
+            line += f", which has changed since the run's last start (sha256 {earlier[file][:12]})"
+        lines.append(line)
+    return lines
 
 
 def versions() -> dict[str, str]:
@@ -309,27 +332,22 @@ def commit(clone: Path) -> str | None:
     return done.stdout.strip()
 
 
-def ending(
-    wing: str, run: Path, objective: str | None = None, router_modules: Sequence[str] = ()
-) -> str:
+def ending(wing: str, run: Path, sampling_options: str = "", imports: Sequence[str] = ()) -> str:
     """Return the last lines that a run prints: its files, and commands to run next.
 
     Args:
         wing: of the run.
         run: the run's folder.
-        objective: of a diffusion run.
-        router_modules: modules of a user's own routers, without which the commands cannot open the run.
+        sampling_options: options of sample.py, for a diffusion run.
+        imports: files of the user's own that the run imported, and the commands may need.
     """
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
-    names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
+    names = dict(run=shlex.quote(str(run)), sampling_options=sampling_options)
     commands = list(NEXT[wing])
     commands += [command for name, command in OF_FILES.items() if (run / name).exists()]
-    following = [f"  python -m moh_vision{command.format(**names)}" for command in commands]
-    title = "next"
-    if router_modules:
-        modules = " and ".join(router_modules)
-        title = f"next, from a script that first imports {modules}, which has the router: docs/guides/extend.md"
-    return "\n".join([f"{run} has {files}", title, *following])
+    more = "".join(f" --imports {shlex.quote(file)}" for file in imports)
+    following = [f"  python -m moh_vision{command.format(**names)}{more}" for command in commands]
+    return "\n".join([f"{run} has {files}", "next", *following])
 
 
 def without_nan(values: dict) -> tuple[dict, list[str]]:

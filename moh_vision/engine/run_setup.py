@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from moh_vision.attention.executors.measurement_table import device_name
 from moh_vision.common.errors import MISTAKES, BadData, lost_a_process, user_errors
+from moh_vision.common.io import sha256_of
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
@@ -21,7 +22,7 @@ from moh_vision.engine.compiling import check_compilation
 from moh_vision.engine.config import RunConfig
 from moh_vision.engine.estimate import check_estimate, steps_needed
 from moh_vision.engine.keys import changed_keys
-from moh_vision.engine.logging import record_start
+from moh_vision.engine.logging import imports_said, record_start
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.run_folder import OpenFolder, RunFolder
@@ -125,6 +126,9 @@ class RunSetup:
             self.attention,
             resumes=span.checkpoint is not None,
         )
+        imports = {file: sha256_of(Path(file)) for file in config.imports}
+        for line in imports_said(folder.path, imports):
+            say(line)
         if config.dry_run:
             say(description)
             return folder
@@ -135,6 +139,7 @@ class RunSetup:
             command=shlex.join(self.command),
             device=device_name(device),
             processes=processes,
+            imports=imports,
         )
         if not config.estimate:
             by_main(lambda: record_start(folder.path, **start), self.accelerator)

@@ -17,7 +17,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention.measure import collect, compiled_layers, measured_table
-from moh_vision.attention.model_heads import user_router_modules
 from moh_vision.common.errors import BadData, lost_a_process
 from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.best import BEST, Best, value_of
@@ -127,9 +126,9 @@ class TrainingLoop:
         self.saver.wait()
         if error is None:
             if self.log.enabled and not self.stopped:
-                objective = getattr(self.config, "objective", None)
-                modules = user_router_modules(self.model)
-                self.log.say(ending(self.config.kind, self.folder, objective, modules))
+                options = self.config.sampling_options()
+                imports = self.config.imports
+                self.log.say(ending(self.config.kind, self.folder, options, imports))
             self.log.close()
 
     @property

@@ -15,6 +15,7 @@ from timm.models import generate_default_cfgs, resolve_pretrained_cfg
 from timm.models._hub import download_cached_file
 
 from moh_vision.attention import default_budget
+from moh_vision.models.prediction import LINEAR
 from moh_vision.models.timm_factory import register_variants
 from moh_vision.models.weights import load_checkpoint
 
@@ -34,7 +35,11 @@ DENSE = {
 }
 SIT = {
     f"sit_{size}_patch2": dict(
-        arguments, patch_size=2, compat="sit", predict="velocity", learn_sigma=False
+        arguments,
+        patch_size=2,
+        compat="sit",
+        prediction=dict(path=LINEAR, predict="velocity"),
+        learn_sigma=False,
     )
     for size, arguments in SIZES.items()
 }
@@ -55,8 +60,7 @@ JIT = {
         arguments,
         patch_size=patch,
         compat="jit",
-        predict="x",
-        noise_scale=noise_scale,
+        prediction=dict(path=LINEAR, predict="x", noise_scale=noise_scale),
         learn_sigma=False,
         **JIT_BLOCK,
     )

@@ -42,7 +42,7 @@ from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
 from moh_vision.models.mlp_groups import DEFAULT_GROUPS, mlp_options, new_mlp_budgets, run_mlp
-from moh_vision.models.velocity import FROM_NOISE, PREDICTS, time_from_noise, to_velocity
+from moh_vision.models.prediction import FROM_NOISE, LINEAR, Prediction, time_from_noise
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
 # norm_layer -> the classes of the norms of tokens, and of queries and keys, which have learnt weights
@@ -269,13 +269,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             what `route_by` says, as heads are.
         compat: "official", "diffusers" for the timestep frequencies and epsilon of diffusers, or "sit" or "jit" for
             weights of SiT or JiT: the network reads the time 1 - timestep / 1000, from 0 (noise) to 1 (image). SiT's
-            predicts x_0 - eps, which the model negates, and needs predict "velocity" and learn_sigma False; JiT's
-            needs predict "x" and learn_sigma False.
+            predicts x_0 - eps, which the model negates. Both need a prediction on the linear path, of the "velocity" in
+            SiT and of "x" in JiT, and learn_sigma False.
         patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
-        predict: "x" or "noise": the last layer predicts the image or the noise, from which `to_velocity` computes
-            the model's output, a velocity; None or "velocity": the output is what the last layer predicts.
-        noise_scale: standard deviation of the noise of a flow that the model is trained with; 2 in JiT's models of 512
-            pixels. Only samplers read it: their first noise has it.
+        prediction: what the model predicts, a `Prediction` or a mapping of its arguments; None: the noise of DDPM. Where
+            the last layer predicts something else than the model's output, `Prediction.to_output` computes the output.
         out_channels: follows from learn_sigma; stored for diffusers' pipelines.
     """
 
@@ -316,12 +314,13 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         mlp_groups: int = DEFAULT_GROUPS,
         compat: str = "official",
         patch_bottleneck: int | None = None,
-        predict: str | None = None,
-        noise_scale: float = 1.0,
+        prediction: Prediction | dict | None = None,
         out_channels: int | None = None,
     ):
         super().__init__()
-        check_arguments(self.config)
+        self.prediction = Prediction.of(prediction)
+        self.register_to_config(prediction=self.prediction.tree())
+        check_arguments(self.config, self.prediction)
         if not router:
             router = "dense" if head_budget is None else "moh"
         heads, widths = layer_heads(
@@ -457,7 +456,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         output = self._unpatchify(x)  # [B, out_channels, size, size]
         if self.config.compat == "sit":
             output = -output  # SiT's velocity runs from noise to image, ours from image to noise
-        return to_velocity(self.config.predict, output, hidden_states, timestep), stats
+        return self.prediction.to_output(output, hidden_states, timestep), stats
 
     def forward(
         self,
@@ -466,7 +465,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         class_labels: Tensor,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
-        """Predict the noise, and with learn_sigma its variance; models of flow matching predict a velocity.
+        """Predict the noise, and with learn_sigma its variance; or the velocity of a flow: `prediction.output`.
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
@@ -535,7 +534,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         return x.reshape(x.shape[0], self.out_channels, g * p, g * p)
 
 
-def check_arguments(config) -> None:
+def check_arguments(config, prediction: Prediction) -> None:
     """Raise ValueError for arguments of `MoHDiTTransformer2DModel` from which no model can be built."""
     size = config.sample_size
     patch = config.patch_size
@@ -549,12 +548,11 @@ def check_arguments(config) -> None:
         ("compat", config.compat, COMPAT),
         ("route_by", config.route_by, ROUTE_BY),
         ("norm_layer", config.norm_layer, tuple(NORMS)),
-        ("predict", config.predict or "velocity", PREDICTS),
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
     check_blocks(config)
-    check_prediction(config)
+    check_prediction(config, prediction)
     if config.scope != "sample" and config.route_by != "condition":
         raise ValueError(
             f"route_by {config.route_by!r} needs scope 'sample': with scope {config.scope!r} routers read the tokens"
@@ -587,24 +585,20 @@ def check_blocks(config) -> None:
         )
 
 
-def check_prediction(config) -> None:
-    """Raise ValueError if what the network predicts does not go together with its variance, its noise or its origin."""
-    predict = config.predict
-    if predict in ("x", "noise") and config.learn_sigma:
-        raise ValueError(f"predict {predict!r} needs learn_sigma False: a flow has no variance")
-    noise_scale = config.noise_scale
-    if not is_number(noise_scale) or not 0 < noise_scale < math.inf:
-        raise ValueError(f"noise_scale {noise_scale!r} is out of range: above 0")
-    if noise_scale != 1 and predict is None:
+def check_prediction(config, prediction: Prediction) -> None:
+    """Raise ValueError if what the network predicts does not go together with its variance or its origin."""
+    if prediction.output != "noise" and config.learn_sigma:
         raise ValueError(
-            f"noise_scale {noise_scale} needs predict velocity, x or noise: it is the noise of a flow"
+            f"a prediction of {prediction} needs learn_sigma False: the output is the {prediction.output}, which has no "
+            "variance"
         )
     if config.compat in FROM_NOISE:
         _, needed = FROM_NOISE[config.compat]
-        if predict != needed or config.learn_sigma:
+        found = (prediction.path, prediction.predict)
+        if found != (LINEAR, needed) or config.learn_sigma:
             raise ValueError(
-                f"compat {config.compat!r} needs predict {needed!r} and learn_sigma False, not {predict!r} and "
-                f"{config.learn_sigma}: train it with objective flow and flow.predict {needed}"
+                f"compat {config.compat!r} needs a prediction of {needed} on path {LINEAR} and learn_sigma False, not "
+                f"{prediction} and {config.learn_sigma}: train it with objective flow and flow.predict {needed}"
             )
 
 

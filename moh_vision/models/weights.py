@@ -13,9 +13,10 @@ import torch
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from moh_vision.attention import attention_layers
+from moh_vision.attention import ROUTERS, attention_layers
 from moh_vision.common.cli import near_folder, refuse_missing_source
 from moh_vision.common.errors import closest, nearest, reason_of
+from moh_vision.common.imports import trained_with
 from moh_vision.common.io import tensor_files
 from moh_vision.common.wings import WINGS
 from moh_vision.models.class_names import assumed_order, indices_of, listed, saved_with
@@ -210,7 +211,10 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
             outline = create(name, wing, **arguments)
             take_shared_heads(outline, state)
     except ValueError as error:
-        raise ValueError(f"{file}: {reason_of(error)}") from None
+        hint = ""
+        if arguments.get("router") not in (None, *ROUTERS):
+            hint = trained_with(config)
+        raise ValueError(f"{file}: {reason_of(error)}{hint}") from None
     except Exception as error:  # arguments of wrong types fail anywhere
         reason = f"{name} cannot be made of the arguments in its metadata ({reason_of(error)})"
         raise ValueError(f"{file}: {reason}") from None

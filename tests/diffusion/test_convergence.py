@@ -44,7 +44,7 @@ def velocity_of(std):
     return predict
 
 
-MODELS = dict(noise=noise_of, flow=velocity_of)
+MODELS = dict(noise=noise_of, velocity=velocity_of)
 
 
 def limit(sampler, std):
@@ -64,7 +64,7 @@ def limit(sampler, std):
     return MEAN, std
 
 
-def error(scheduler, steps, objective, want, std, monkeypatch):
+def error(scheduler, steps, output, want, std, monkeypatch):
     """Return how far mean and standard deviation of the images are from `want`."""
     draws = []
 
@@ -77,7 +77,7 @@ def error(scheduler, steps, objective, want, std, monkeypatch):
     monkeypatch.setattr(torch, "randn", impulse)
     labels = torch.zeros(1, dtype=torch.long)
     shape = (1, 1, steps + 1)  # the last pixel has no impulse
-    image = sample_images(MODELS[objective](std), scheduler, labels, shape, [0], 1)
+    image = sample_images(MODELS[output](std), scheduler, labels, shape, [0], 1)
     monkeypatch.undo()
     image = image.flatten().double()
     mean = image[-1]
@@ -95,7 +95,7 @@ ORDERS = {
     "sit-sde": (1, 100),
 }
 CASES = [(sampler, 1.0) for sampler in ORDERS]
-CASES += [(sampler, SHIFT) for sampler in ORDERS if SAMPLERS[sampler] == "flow"]
+CASES += [(sampler, SHIFT) for sampler in ORDERS if SAMPLERS[sampler].output == "velocity"]
 
 
 def test_every_sampler_has_an_order_or_chooses_its_steps():
@@ -110,7 +110,7 @@ def test_twice_the_steps_are_nearer_by_the_order(sampler, shift, std, monkeypatc
     for n in (steps, 2 * steps, 4 * steps):
         scheduler = make_scheduler(sampler, n, False, False, shift)
         want = limit(sampler, std)
-        errors.append(error(scheduler, n + 1, SAMPLERS[sampler], want, std, monkeypatch))
+        errors.append(error(scheduler, n + 1, SAMPLERS[sampler].output, want, std, monkeypatch))
     assert errors == sorted(errors, reverse=True)
     assert math.log2(errors[1] / errors[2]) == pytest.approx(order, abs=0.3)
 
@@ -163,7 +163,7 @@ def test_the_grid_is_the_one_that_the_page_states(sampler, shift):
         passes = [begins[0], *sorted(2 * begins[1:], reverse=True)]
     assert scheduler.timesteps.tolist() == pytest.approx(passes, rel=1e-6)
     assert step_count(scheduler) == len(passes)
-    if SAMPLERS[sampler] == "flow":
+    if SAMPLERS[sampler].output == "velocity":
         ends = [*passes, 0]  # in the loop of diffusers a step leads from one sigma to the next
         assert (1000 * scheduler.sigmas).tolist() == pytest.approx(ends, rel=1e-6)
 

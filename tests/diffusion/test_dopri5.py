@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
+from moh_vision.diffusion import FlowMatchingLoss, MoHDiTPipeline, make_scheduler, sample, train
 from moh_vision.diffusion.schedulers import ADAPTIVE
 from tests.support import refusals
 from tests.support.pipelines import draw, transformer
@@ -14,13 +14,14 @@ from tests.support.sampling import by_pipeline, classifier_in, run_of
 from tests.support.small_runs import arguments
 
 FEW_STEPS = dict(rtol=0.1, atol=0.1)
+FLOW = dict(learn_sigma=False, prediction=FlowMatchingLoss(shift=2.0).prediction.tree())
 
 
 @pytest.fixture
 def pipe():
     scheduler = make_scheduler(ADAPTIVE, 4, False, False)
     scheduler.register_to_config(**FEW_STEPS)
-    return MoHDiTPipeline(transformer(3, learn_sigma=False), scheduler)
+    return MoHDiTPipeline(transformer(3, **FLOW), scheduler)
 
 
 def test_the_callback_sees_every_step_and_may_replace_the_image(pipe):
@@ -59,8 +60,7 @@ def test_a_prediction_that_is_not_finite_is_refused(pipe):
 @pytest.fixture
 def run(tmp_path):
     """A run of a flow."""
-    config = dict(label_drop=0.1, vae="none", objective="flow", flow=dict(shift=2.0))
-    return run_of(tmp_path / "run", 3, config=config, scale=0.02)
+    return run_of(tmp_path / "run", 3, pixels=True, routing=FLOW, scale=0.02)
 
 
 def call(run, *more):

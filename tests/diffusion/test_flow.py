@@ -19,17 +19,19 @@ from moh_vision.diffusion import (
     train,
 )
 from moh_vision.diffusion.batches import NoisedImages, cropped
-from moh_vision.diffusion.objectives import draw_step, make_objective
+from moh_vision.diffusion.objectives import HybridLoss, make_objective
+from moh_vision.diffusion.objectives.noise import draw_step
 from moh_vision.diffusion.schedulers import ADAPTIVE, samplers_of
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.velocity import to_velocity
+from moh_vision.models.prediction import Prediction, to_velocity
 from tests.support import refusals
 from tests.support.pipelines import draw, transformer
-from tests.support.refusals import assert_says, one_line, refuse
+from tests.support.refusals import assert_says, refuse
 from tests.support.sampling import call, refused, run_of
 from tests.support.small_runs import arguments, logged, whole_and_resumed
 
-FLOW = samplers_of("flow")
+FLOW = samplers_of(FlowMatchingLoss.prediction)
+X = FlowMatchingLoss("x").prediction.tree()
 
 
 def test_the_loss_by_hand():
@@ -135,12 +137,12 @@ def test_noise_dropped_labels_and_whole_timesteps():
 def test_objectives_of_configurations():
     plain = make_objective({})
     noise = make_objective(dict(objective="noise", flow=dict(shift=2.0)))
-    assert plain.name == noise.name == "noise"
+    assert type(plain) is type(noise) is HybridLoss
     flow = make_objective(dict(objective="flow", flow=dict(timesteps="logit-normal", shift=2.0)))
-    assert (flow.name, flow.shift, flow.draw.keywords["sampling"]) == ("flow", 2.0, "logit-normal")
+    assert (flow.prediction.shift, flow.draw.keywords["sampling"]) == (2.0, "logit-normal")
     for bad, facts in (
-        (dict(objective="score"), "objective 'score' flow None noise"),
-        (dict(objective="flow", flow=3), "objective 'flow' 3 noise"),
+        (dict(objective="score"), "objective 'score' noise flow --imports"),
+        (dict(objective="flow", flow=3), "flow 3 section objective flow"),
         (
             dict(objective="flow", flow=dict(timesteps="x")),
             "flow.timesteps 'x' uniform logit-normal",
@@ -221,7 +223,7 @@ def test_the_sde_has_the_datas_mean_and_variance(mean, std):
 
 @pytest.mark.parametrize("sampler", FLOW)
 def test_a_pipeline_of_a_flow(tmp_path, sampler):
-    jit = dict(learn_sigma=False, predict="x", patch_bottleneck=5)
+    jit = dict(learn_sigma=False, prediction=X, patch_bottleneck=5)
     scheduler = make_scheduler(sampler, 4, False, False, shift=2.0)
     if sampler == ADAPTIVE:
         scheduler.register_to_config(rtol=0.1, atol=0.1)  # few steps
@@ -229,27 +231,24 @@ def test_a_pipeline_of_a_flow(tmp_path, sampler):
     pipe.save_pretrained(tmp_path)
     again = MoHDiTPipeline.from_pretrained(tmp_path)
     assert type(again.scheduler) is type(scheduler) and again.scheduler.config.shift == 2
-    assert again.config.objective == "flow"
+    assert again.transformer.prediction == pipe.transformer.prediction
     images = draw(pipe, [0, 6], 1, 2)
     assert torch.equal(draw(again, [0, 6], 1, 2), images)
     if sampler != ADAPTIVE:  # whose steps follow from the whole batch
         assert torch.equal(draw(pipe, [3, 6], 9, 2)[1], images[1])
     again.scheduler = make_scheduler("ddim", 4, False, True)
-    facts = "scheduler DDIMScheduler objective noise transformer flow euler heun dopri5 sde sit-sde"
+    facts = "scheduler DDIMScheduler ddpm transformer x linear euler heun dopri5 sde sit-sde"
     refuse(facts, draw, again, [0], 1)
-    facts = f"{type(scheduler).__name__} objective flow transformer noise ddpm ddim dpm-solver++"
-    with one_line(facts):
-        MoHDiTPipeline(pipe.transformer, pipe.scheduler, objective="noise")
+    facts = f"{type(scheduler).__name__} linear transformer noise ddpm ddim dpm-solver++"
+    refuse(facts, MoHDiTPipeline, transformer(3), pipe.scheduler)
 
 
 # ---------------------------------------------------------------- runs
 
 
 def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
-    config = dict(
-        label_drop=0.1, vae="none", objective="flow", flow=dict(timesteps="uniform", shift=2.0)
-    )
-    run = run_of(tmp_path, 3, config=config)
+    flow = dict(learn_sigma=False, prediction=FlowMatchingLoss(shift=2.0).prediction.tree())
+    run = run_of(tmp_path, 3, pixels=True, routing=flow)
     plain = run_of(tmp_path / "noise", 3)
     pipe_folder = tmp_path / "pipe"
     call(run, "--out", tmp_path / "a.npz", "--save-pipeline", pipe_folder)
@@ -260,11 +259,11 @@ def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
     call(run, "--sampler", "heun", "--head-load", tmp_path / "b.json")
     steps = HeadLoad.read(tmp_path / "b.json").groups["timestep"]
     assert (steps[0], steps[-1], len(steps)) == ("1000", "400", 4)  # of 7 passes
-    of_flow = "objective flow euler heun dopri5 sde sit-sde"
+    of_flow = "velocity linear euler heun dopri5 sde sit-sde"
     for checkpoint, sampler, facts in (
         (run, "ddpm", of_flow),
         (pipe_folder, "ddpm", of_flow),
-        (plain, "sde", "objective noise ddpm ddim dpm-solver++"),
+        (plain, "sde", "noise ddpm ddim dpm-solver++"),
     ):
         error = refused(capsys, checkpoint, "--sampler", sampler)
         assert_says(error, f"--sampler {sampler} {facts}")
@@ -284,21 +283,25 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     assert all("vb" not in line and line["mse"] > 0 for line in logged(whole))
     opened = open_run(whole)
     model = opened.model.config
-    assert (model.predict, model.patch_bottleneck, opened.objective.predict) == ("x", 3, "x")
+    assert model.patch_bottleneck == 3
+    assert (
+        opened.model.prediction == opened.objective.prediction == Prediction("linear", "x", 1, 1.5)
+    )
     capsys.readouterr()
     run("velocity", 1, "--init-from", whole, "--objective", "flow", "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
-    assert f"{whole} was trained with objective flow (predict x), this run with flow\n" in said
+    before = f"{whole} was trained to predict x on path linear"
+    assert f"{before}, this run predicts velocity on path linear\n" in said
     run("noise", 1, "--init-from", whole, "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
-    assert f"{whole} was trained with objective flow (predict x), this run with noise" in said
+    assert f"{before}, this run predicts noise on path ddpm\n" in said
     assert "init_from: final_layer.linear.weight is made anew, [4, 32] -> [8, 32]" in said
 
 
 def test_a_saved_jit_starts_a_run(tmp_path, capsys):
     """The folder says that it has no variance, without which predict x is refused."""
     folder = tmp_path / "jit"
-    jit = dict(learn_sigma=False, predict="x", patch_bottleneck=3, embed_dim=32, depth=2)
+    jit = dict(learn_sigma=False, prediction=X, patch_bottleneck=3, embed_dim=32, depth=2)
     digits = dict(img_size=8, in_chans=1, num_classes=10)
     timm.create_model("dit_small_patch2", num_heads=4, **jit, **digits).save_pretrained(folder)
     sizes = (
@@ -307,17 +310,18 @@ def test_a_saved_jit_starts_a_run(tmp_path, capsys):
     source = f"--model.name pretrained --model.pretrained {folder} --model.convert.router moh"
     options = f"--objective flow --flow.predict x {source} {sizes}".split()
     train.main(arguments("dit", tmp_path / "run", 1, 1, *options))
-    assert "was trained with objective" not in capsys.readouterr().out
+    assert "was trained to predict" not in capsys.readouterr().out
     model = open_run(tmp_path / "run").model
-    assert (model.config.predict, model.config.patch_bottleneck) == ("x", 3)
+    assert (model.prediction.tree(), model.config.patch_bottleneck) == (X, 3)
     assert head_budget(model)["share"] == 0.5
 
 
 def test_mistakes(tmp_path, capsys):
+    given = "--model.kwargs.prediction."
     for argv, facts in {
-        "--objective flow --model.kwargs.predict x": "model.kwargs.predict 'x' 'velocity'",
-        "--objective flow --preview.every 1 --preview.sampler ddim": "preview.sampler ddim objective flow euler heun",
-        "--score.every 1 --score.sampler sde": "score.sampler sde objective noise ddpm ddim",
+        f"--objective flow {given}path linear {given}predict x": "model.kwargs.prediction 'x' 'velocity'",
+        "--objective flow --preview.every 1 --preview.sampler ddim": "preview.sampler ddim velocity linear euler heun",
+        "--score.every 1 --score.sampler sde": "score.sampler sde noise ddpm ddim",
     }.items():
         argv = arguments("dit", tmp_path / "run", 1, 1, *argv.split())
         assert_says(refusals.refused(capsys, train.main, *argv), facts)

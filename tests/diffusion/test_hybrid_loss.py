@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from moh_vision.diffusion.objectives import HybridLoss, discretised_nll
+from moh_vision.diffusion.objectives.noise import HybridLoss, discretised_nll
 from tests.support.refusals import refuse
 
 BETA = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)

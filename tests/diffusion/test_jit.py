@@ -15,7 +15,7 @@ import torch
 
 import moh_vision
 from moh_vision.common.seeds import derive_seed
-from moh_vision.diffusion import sample, train
+from moh_vision.diffusion import FlowMatchingLoss, sample, train
 from moh_vision.models import dit
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import init_from, load_checkpoint
@@ -176,7 +176,7 @@ def test_what_the_model_saves_is_read_back(file, tmp_path):
     model = jit(file)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    assert (again.config.compat, again.config.predict) == ("jit", "x")
+    assert (again.config.compat, again.prediction) == ("jit", model.prediction)
     saved = next(tmp_path.glob("*.safetensors"))
     assert same(saved, model) and same(jit(saved), model)
 
@@ -225,8 +225,8 @@ def test_the_noise_of_512_pixels_stays_with_a_run(file, tmp_path, small_variant,
     run_of(source, tmp_path / "run", 1, photos, *preview)
     opened = moh_vision.open_run(tmp_path / "run")
     config = opened.metadata["config"]
-    assert (config["flow"]["noise_scale"], opened.model.config.noise_scale) == (2, 2)
-    assert opened.objective.noise_scale == 2
+    assert (config["flow"]["noise_scale"], opened.model.prediction.noise_scale) == (2, 2)
+    assert opened.objective.prediction == opened.model.prediction
     assert (tmp_path / "run" / "previews" / "step_1.png").is_file()
     run_of(source, tmp_path / "run", 2, photos, *preview)  # the same command goes on
     argv = f"--checkpoint {tmp_path}/run --num-images 0 --save-pipeline {tmp_path}/pipeline"
@@ -234,19 +234,19 @@ def test_the_noise_of_512_pixels_stays_with_a_run(file, tmp_path, small_variant,
     for start in (["--init-from", tmp_path / "run"], ["--init-from", tmp_path / "pipeline"]):
         capsys.readouterr()
         run_of(["--model.name", "jit_base_patch16", *start], tmp_path / "new", 1, photos, "--fresh")
-        said = re.findall("was trained with (.*)", capsys.readouterr().out)
-        before = "objective flow (in JiT's time, noise_scale 2)"
-        assert said == [f"{before}, this run with flow (in JiT's time)"]
+        said = re.findall("was trained (.*)", capsys.readouterr().out)
+        before = "to predict x on path linear (in JiT's time, noise_scale 2)"
+        assert said == [f"{before}, this run predicts x on path linear (in JiT's time)"]
     dense = dit_with_jits_layers()
     run_of([*dense, "--init-from", tmp_path / "pipeline"], tmp_path / "dit", 1, photos)
-    assert f"{before}, this run with flow (predict x)" in capsys.readouterr().out
+    assert f"{before}, this run predicts x on path linear\n" in capsys.readouterr().out
     source = ["--model.name", "pretrained", "--model.pretrained", tmp_path / "pipeline"]
     run_of(source, tmp_path / "from_pipeline", 1, photos)
-    assert moh_vision.load_run(tmp_path / "from_pipeline").config.noise_scale == 2
-    assert "was trained with" not in capsys.readouterr().out
-    source = ["--model.name", "jit_base_patch32", "--model.kwargs.noise_scale", 1]
-    run_of(source, tmp_path / "kwargs", 1, photos)
-    assert moh_vision.load_run(tmp_path / "kwargs").config.noise_scale == 1
+    assert moh_vision.load_run(tmp_path / "from_pipeline").prediction.noise_scale == 2
+    assert "was trained" not in capsys.readouterr().out
+    source = ["--model.name", "jit_base_patch32", "--flow.noise_scale", 1]
+    run_of(source, tmp_path / "asked", 1, photos)
+    assert moh_vision.load_run(tmp_path / "asked").prediction.noise_scale == 1
 
 
 def test_patches_of_32_have_the_noise_of_512_pixels(tmp_path, capsys):
@@ -255,12 +255,12 @@ def test_patches_of_32_have_the_noise_of_512_pixels(tmp_path, capsys):
         variant = timm.create_model(f"jit_base_patch{patch}", **{**SMALL_BLOCKS, "num_classes": 2})
         config = variant.config
         assert (config.sample_size, config.patch_size) == (16 * patch, patch)
-        assert config.noise_scale == noise_scale
+        assert variant.prediction.noise_scale == noise_scale
         state = published_weights()
         kernel = torch.zeros(SIZES["patch_bottleneck"], 3, patch, patch)
         torch.save({**state, "net.x_embedder.proj1.weight": kernel}, tmp_path / "file.pth")
         trained, _ = train.training_of(str(tmp_path / "file.pth"))
-        assert trained["flow"]["noise_scale"] == noise_scale
+        assert trained == variant.prediction
 
 
 def dit_with_jits_layers(**changed):
@@ -270,7 +270,7 @@ def dit_with_jits_layers(**changed):
     return options
 
 
-JITS = "objective flow (in JiT's time), this run with flow (predict x)"
+JITS = "to predict x on path linear (in JiT's time), this run predicts x on path linear"
 # Weights, model -> what the run says of the weights.
 ORIGINS = {
     "file, JiT": ("file", ["--model.name", "jit_base_patch16"], []),
@@ -280,12 +280,12 @@ ORIGINS = {
     "run, other blocks": (
         "run",
         ["--model.name", "jit_base_patch16", "--model.kwargs.class_tokens_start", "0"],
-        ["class_tokens_start 1, this run with 0 (model.kwargs)"],
+        ["with class_tokens_start 1, this run with 0 (model.kwargs)"],
     ),
     "file, no rotation": (
         "file",
         ["--model.name", "jit_base_patch16", "--model.kwargs.use_rot_pos_emb", "false"],
-        ["use_rot_pos_emb true, this run with false (model.kwargs)"],
+        ["with use_rot_pos_emb true, this run with false (model.kwargs)"],
     ),
 }
 
@@ -303,14 +303,15 @@ def test_a_line_says_if_weights_are_of_another_training(
     capsys.readouterr()
     run_of(model, tmp_path / "run", 1, photos, "--init-from", source)
     said = capsys.readouterr().out
-    assert re.findall("was trained with (.*)", said) == lines
+    assert re.findall("was trained (.*)", said) == lines
     # The file has 5 classes, the photos 2.
     assert ("y_embedder.embedding_table.weight is made anew" in said) == (kind == "file")
 
 
-def test_a_name_says_its_objective():
+def test_a_name_says_its_prediction():
     trained, arguments = train.training_of("jit_large_patch16")
-    assert train.objective_said(trained, arguments["compat"]) == "flow (in JiT's time)"
+    said = train.prediction_said(trained, arguments["compat"])
+    assert said == "x on path linear (in JiT's time)"
 
 
 def test_a_saved_model_of_any_size_is_a_source(tmp_path):
@@ -330,8 +331,9 @@ def test_an_image_alone_is_predicted(file, tmp_path, capsys):
         error = refused(capsys, train.main, *argv, *more)
         assert_says(error, f"objective {objective} jit_base_patch16 JiT flow flow.predict x")
     assert not (tmp_path / "run").exists()
-    facts = "compat 'jit' predict 'x' learn_sigma False 'velocity' objective flow flow.predict x"
-    refuse(facts, timm.create_model, "jit_base_patch16", **SIZES, predict="velocity")
+    facts = "compat 'jit' x learn_sigma False velocity objective flow flow.predict x"
+    velocity = FlowMatchingLoss.prediction
+    refuse(facts, timm.create_model, "jit_base_patch16", **SIZES, prediction=velocity)
 
 
 @pytest.mark.parametrize(

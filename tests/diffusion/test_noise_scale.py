@@ -9,7 +9,7 @@ import torch
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, train
 from moh_vision.diffusion.objectives import FlowMatchingLoss, make_objective
 from moh_vision.diffusion.sampling import sample_images, weak_predict
-from moh_vision.models.velocity import to_velocity
+from moh_vision.models.prediction import to_velocity
 from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments
 from tests.support.tiny_dit import TINY
@@ -104,7 +104,8 @@ def test_the_sde_has_the_marginals_of_the_flow():
 
 def pipeline_of(noise_scale):
     torch.manual_seed(0)
-    flow = dict(learn_sigma=False, predict="velocity", noise_scale=noise_scale)
+    prediction = FlowMatchingLoss(noise_scale=noise_scale).prediction
+    flow = dict(learn_sigma=False, prediction=prediction)
     model = timm.create_model("dit_small_patch2", **TINY, **flow)  # a new model's velocity is 0
     return MoHDiTPipeline(model, make_scheduler("euler", 2, False, False))
 
@@ -118,20 +119,23 @@ def test_noise_that_a_user_gives_a_pipeline_is_n01():
 
 def test_what_is_refused(tmp_path, capsys):
     refuse("flow.noise_scale 0 above", FlowMatchingLoss, noise_scale=0)
-    wrong = dict(noise_scale=math.inf, predict="x", learn_sigma=False)
-    for change, facts in (
-        (wrong, "noise_scale inf above 0"),
-        (dict(noise_scale=True), "noise_scale True above 0"),
-        (dict(noise_scale=2.0), "noise_scale 2.0 predict velocity x noise"),
+    for wrong, facts in (
+        (dict(path="linear", noise_scale=math.inf), "prediction.noise_scale inf above 0"),
+        (dict(noise_scale=True), "prediction.noise_scale True above 0"),
+        (dict(noise_scale=2.0), "prediction 2.0 path ddpm"),
+        (dict(path=""), "prediction.path ''"),
+        (dict(scale=2.0), "prediction scale path predict noise_scale shift"),
+        ("x", "prediction 'x' path predict noise_scale shift"),
     ):
-        refuse(facts, timm.create_model, "dit_small_patch2", **TINY, **change)
+        refuse(facts, timm.create_model, "dit_small_patch2", **TINY, prediction=wrong)
     facts = "guide noise_scale 1.0 2.0"
     refuse(facts, weak_predict, pipeline_of(SCALE).transformer, pipeline_of(1.0).transformer)
     for options, facts in (
         ("--flow.noise_scale 2", "flow.noise_scale 2.0 objective flow"),
         (
-            "--objective flow --flow.noise_scale 2 --model.kwargs.noise_scale 3",
-            "model.kwargs.noise_scale 3 effect 2.0",
+            "--objective flow --flow.noise_scale 2 --model.kwargs.prediction.path linear "
+            "--model.kwargs.prediction.noise_scale 3",
+            "model.kwargs.prediction 3 effect 2.0",
         ),
     ):
         argv = arguments("dit", tmp_path / "run", 1, 1, *options.split())

@@ -14,7 +14,6 @@ from moh_vision import set_head_budget
 from moh_vision.attention import head_budget
 from moh_vision.diffusion import Guidance, MoHDiTPipeline, make_scheduler, sample_images
 from moh_vision.diffusion.config import PreviewConfig
-from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.models.head_load import HeadLoad
@@ -70,7 +69,7 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
     assert torch.equal(plain, by_hand(2, (0.1, 0.8), guide_scale=1.0))
     config = PreviewConfig(every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, **guide)
     inputs = SimpleNamespace(source=SimpleNamespace(classes=list("abcdefg")), space=None)
-    previews = Previews(config, inputs, pipe.transformer, HybridLoss())
+    previews = Previews(config, inputs, pipe.transformer)
     preview = previews.sample(pipe.transformer, range(3, 5))
     assert torch.equal(preview, to_uint8(by_hand(None, (0, 1))))
     if scale == 1:  # 7 is no class

@@ -15,7 +15,7 @@ from moh_vision import load_run
 from moh_vision.common.io import only_one, sha256_of, write_tensors
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import latents_path
-from moh_vision.diffusion import MoHDiTPipeline, sample
+from moh_vision.diffusion import FlowMatchingLoss, MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
@@ -165,15 +165,15 @@ def test_mistakes(tmp_path, capsys, argv, facts):
 def test_weak_models_that_do_not_fit(tmp_path):
     space = vars(LatentSpace("some", "1" * 64, 1.0, None, 2, 4))
     model, _ = from_run(str(run_of(tmp_path / "run", 4, vae=space)), "diffusion")
-    flow = dict(kind="diffusion", objective="flow", flow=dict(timesteps="uniform", shift=1.0))
+    flow = dict(learn_sigma=False, prediction=FlowMatchingLoss.prediction.tree())
     other = dict(space, sha256="2" * 64)
     for more, facts in (
-        (dict(config=flow), "objective flow noise"),
+        (dict(routing=flow), "path linear ddpm"),
         (dict(vae=other), f"VAE {other['sha256']} {space['sha256']}"),
     ):
         weak = run_of(tmp_path / "weak", 4, **more)
         with one_line(f"--guide {weak} {facts}"):
-            open_guide("--guide", str(weak), model, "noise", space)
+            open_guide("--guide", str(weak), model, space)
 
 
 def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys):

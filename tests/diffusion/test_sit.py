@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import moh_vision
 from moh_vision.common.seeds import derive_seed
-from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample, train
+from moh_vision.diffusion import FlowMatchingLoss, MoHDiTPipeline, make_scheduler, sample, train
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.task import DiffusionTask
@@ -40,6 +40,7 @@ STEPS = 5
 # Of digits, with the sizes of the small run of train_dit.py.
 SMALL = dict(img_size=8, in_chans=1, num_classes=10, embed_dim=32, depth=2, num_heads=8)
 FLOW = "--objective flow --model.name sit_small_patch2".split()
+FLOWS = FlowMatchingLoss.prediction
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +203,10 @@ def test_it_is_converted_fine_tuned_to_the_bit_and_scored(folder, tmp_path, caps
     whole, resumed = whole_and_resumed("dit", tmp_path, [1, 2], *options)
     said = capsys.readouterr().out
     assert re.search(r"^sit_small_patch2 with .* 8 of 16 heads active \(50.0 %\)", said, re.M)
-    assert "was trained with objective" not in said
+    assert "was trained to predict" not in said
     opened = moh_vision.open_run(whole)
-    assert opened.model.config.compat == "sit" and opened.objective.name == "flow"
+    assert opened.model.config.compat == "sit"
+    assert opened.objective.prediction == opened.model.prediction == FLOWS
     dense = load_file(next(folder.glob("*.safetensors")))
     moved = opened.model.blocks[0].mlp.fc1.weight - dense["blocks.0.mlp.fc1.weight"]
     assert 0 < moved.abs().max() < 0.05
@@ -224,18 +226,18 @@ def test_a_line_says_if_weights_begin_in_another_time(digits, tmp_path, capsys):
     def said(output, name, source):
         options = ["--objective", "flow", "--model.name", name, "--init-from", source]
         train.main(arguments("dit", tmp_path / output, 1, 1, *options))
-        found = re.search("was trained with objective (.*)", capsys.readouterr().out)
+        found = re.search("was trained to predict (.*)", capsys.readouterr().out)
         return found and found[1]
 
     run = tmp_path / "sit"
     assert said("sit", "sit_small_patch2", digits[0]) is None
     assert said("again", "sit_small_patch2", run) is None
-    other = "flow (in SiT's time), this run with flow"
+    other = "velocity on path linear (in SiT's time), this run predicts velocity on path linear"
     assert said("dit", "dit_small_patch2", run) == other
     options = f"--num-images 0 --save-pipeline {tmp_path}/pipe"
     sample.main(f"--checkpoint {run} {options}".split())
     assert said("of_pipe", "dit_small_patch2", tmp_path / "pipe") == other
-    backwards = "flow, this run with flow (in SiT's time)"
+    backwards = "velocity on path linear, this run predicts velocity on path linear (in SiT's time)"
     assert said("back", "sit_small_patch2", tmp_path / "dit") == backwards
 
 
@@ -268,40 +270,41 @@ def test_the_dense_twin_that_a_configuration_names_reads_the_same_time(size):
     assert dit.arguments_of(twin, {})["compat"] == config.model.kwargs["compat"] == "sit"
 
 
-# Arguments of a model that save_pretrained wrote -> the objective that its folder says.
+# Arguments of a model that save_pretrained wrote -> the prediction that its folder says.
+OF_SIT = "velocity on path linear (in SiT's time)"
 SAVED = {
-    "DDPM": (dict(), "noise"),
-    "a flow": (dict(learn_sigma=False, predict="velocity"), "flow"),
-    "JiT": (dict(learn_sigma=False, predict="x"), "flow (predict x)"),
-    "SiT": (
-        dict(learn_sigma=False, predict="velocity", compat="sit"),
-        "flow (in SiT's time)",
+    "DDPM": (dict(), "noise on path ddpm"),
+    "a flow": (dict(learn_sigma=False, prediction=FLOWS), "velocity on path linear"),
+    "JiT": (
+        dict(learn_sigma=False, prediction=FlowMatchingLoss("x").prediction),
+        "x on path linear",
     ),
+    "SiT": (dict(learn_sigma=False, prediction=FLOWS, compat="sit"), OF_SIT),
 }
 
 
 @pytest.mark.parametrize("model", SAVED)
-def test_a_saved_folder_says_its_objective(tmp_path, model):
-    options, objective = SAVED[model]
+def test_a_saved_folder_says_its_prediction(tmp_path, model):
+    options, prediction = SAVED[model]
     dense = dict(embed_dim=32, depth=1, num_heads=4)
     timm.create_model("dit_small_patch2", **dense, **options).save_pretrained(tmp_path)
-    assert objective_of(tmp_path) == objective
+    assert prediction_of(tmp_path) == prediction
 
 
 @pytest.mark.parametrize(
-    "name, objective",
+    "name, prediction",
     [
-        ("sit_xlarge_patch2.in1k_256", "flow (in SiT's time)"),
-        ("dit_xlarge_patch2.in1k_256", "noise"),
+        ("sit_xlarge_patch2.in1k_256", OF_SIT),
+        ("dit_xlarge_patch2.in1k_256", "noise on path ddpm"),
     ],
 )
-def test_a_name_says_its_objective(name, objective):
-    assert objective_of(name) == objective
+def test_a_name_says_its_prediction(name, prediction):
+    assert prediction_of(name) == prediction
 
 
-def objective_of(source):
+def prediction_of(source):
     trained, arguments = train.training_of(str(source))
-    return train.objective_said(trained, arguments.get("compat", "official"))
+    return train.prediction_said(trained, arguments.get("compat", "official"))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +322,7 @@ def objective_of(source):
         ),
         pytest.param(
             "--model.name sit_small_patch2 --objective flow --flow.predict x",
-            "objective flow predict x sit_small_patch2 SiT flow.predict velocity",
+            "objective flow x sit_small_patch2 SiT flow.predict velocity",
             id="image",
         ),
         pytest.param(
@@ -339,7 +342,7 @@ def objective_of(source):
         ),
         pytest.param(
             "--model.name sit_small_patch2 --objective flow --preview.every 1 --preview.sampler ddim",
-            "preview.sampler ddim objective flow euler heun dopri5 sde sit-sde",
+            "preview.sampler ddim velocity linear euler heun dopri5 sde sit-sde",
             id="preview",
         ),
     ],
@@ -360,10 +363,11 @@ def test_samplers_of_noise_are_refused(file, tmp_path, monkeypatch, capsys):
     argv = f"--checkpoint {file} --model sit_small_patch2 --vae {vae} --grid {tmp_path}/never.png"
     for option in ("--sampler ddpm", "--protocol adm"):
         error = refused(capsys, sample.main, *argv.split(), *option.split())
-        assert_says(error, f"--sampler ddpm objective flow {SAMPLERS}")
+        assert_says(error, f"--sampler ddpm velocity linear {SAMPLERS}")
     model = sit(file)
-    facts = f"scheduler DDPMScheduler objective noise predict 'velocity' flow {SAMPLERS}"
+    facts = f"scheduler DDPMScheduler ddpm velocity linear {SAMPLERS}"
     refuse(facts, MoHDiTPipeline, model, make_scheduler("ddpm", 4, True, False))
-    for more, given in ((dict(learn_sigma=True), "True"), (dict(predict="x"), "'x'")):
-        facts = f"compat 'sit' predict 'velocity' learn_sigma False {given} flow.predict"
-        refuse(facts, timm.create_model, "sit_small_patch2", **DENSE, **more)
+    refuse("velocity learn_sigma", timm.create_model, "sit_small_patch2", **DENSE, learn_sigma=True)
+    facts = "compat 'sit' velocity linear learn_sigma False x flow.predict"
+    x = FlowMatchingLoss("x").prediction
+    refuse(facts, timm.create_model, "sit_small_patch2", **DENSE, prediction=x)

@@ -18,7 +18,7 @@ from moh_vision.data import records
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, open_inputs
 from moh_vision.diffusion.latents.vae import load_vae
-from moh_vision.diffusion.objectives import draw_step
+from moh_vision.diffusion.objectives.noise import draw_step
 from moh_vision.models.counts import count_macs
 from moh_vision.models.weights import from_run
 from tests.support.pictures import write_folder

@@ -24,7 +24,7 @@ from moh_vision.diffusion.latents.vae import (
     load_vae,
     sample_posterior,
 )
-from moh_vision.diffusion.objectives import draw_step
+from moh_vision.diffusion.objectives.noise import draw_step
 from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, one_line, refuse
 from tests.support.small_runs import outcome

@@ -13,6 +13,7 @@ from moh_vision.attention import ROUTERS
 from moh_vision.attention.routers import MoHRouter
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
+from moh_vision.diffusion.objectives import OBJECTIVES
 from moh_vision.engine.command_line import dump, groups_of, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
 from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, unknown_key
@@ -298,6 +299,8 @@ def met(condition, keys):
     if pattern == "null" or str not in leaves(hint):
         value = load(value, "")
     other = another_value(hint, value)
+    if name.startswith("objective"):
+        other = next(objective for objective in OBJECTIVES if objective != value)
     if name.endswith("!"):
         return name.rstrip("!"), other, value
     return name, value, other
@@ -404,7 +407,7 @@ def test_every_key_and_its_default_are_shown_in_80_columns(config_class, capsys,
     if config_class is DitConfig:
         text = " ".join(" ".join(every).split())
         assert "--model.name moh_dit_small_patch2_75 Model name in timm's registry" in text
-        left_out = '; left out: "ddim", or with objective flow "euler"'
+        left_out = '; left out: "ddim", or for a velocity "euler"'
         assert f"--preview.sampler Sampler, as in sample.py{left_out} --preview.steps 50" in text
 
 

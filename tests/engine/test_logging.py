@@ -14,15 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
-from torch import nn
 
 from moh_vision import __version__
-from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
-from moh_vision.attention.model_heads import user_router_modules
-from moh_vision.attention.routers import MoHRouter
 from moh_vision.classification.train import main
 from moh_vision.common.progress import Progress
-from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.config import DitConfig, SampleConfig
+from moh_vision.diffusion.objectives import OBJECTIVES
 from moh_vision.diffusion.schedulers import SAMPLERS
 from moh_vision.engine import accelerator, logging, loop_start
 from moh_vision.engine.command_line import parse_config
@@ -297,23 +294,15 @@ def test_what_comes_next_is_a_command(command, capsys):
     assert options <= {option.replace("_", "-") for option in known}
 
 
-class UsersRouter(MoHRouter):
-    """A router outside the package."""
+def test_what_comes_next_imports_a_users_file(tmp_path):
+    commands = ending("classification", tmp_path, imports=["my router.py"]).splitlines()[2:]
+    assert all(command.endswith(" --imports 'my router.py'") for command in commands)
+    assert "--imports" not in ending("classification", tmp_path)
 
 
-def test_what_comes_next_names_the_module_of_a_users_router(tmp_path, monkeypatch):
-    monkeypatch.setitem(ROUTERS, "users", UsersRouter)
-    layers = [HeadMixtureAttention(8, HeadBudget(4, 2, 1, 1), router=r) for r in ("moh", "users")]
-    assert user_router_modules(nn.ModuleList(layers[:1])) == []
-    modules = user_router_modules(nn.ModuleList(layers))
-    assert modules == [__name__]
-    title = ending("classification", tmp_path, router_modules=modules).splitlines()[1]
-    assert title.startswith(f"next, from a script that first imports {__name__}, ")
-    assert ending("classification", tmp_path).splitlines()[1] == "next"
-
-
-@pytest.mark.parametrize("objective", ["noise", "flow"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_diffusion_run_suggests_few_steps_of_a_sampler_for_its_objective(tmp_path, objective):
-    command = ending("diffusion", tmp_path, objective).splitlines()[2]
+    options = DitConfig(objective=objective).sampling_options()
+    command = ending("diffusion", tmp_path, options).splitlines()[2]
     config = parse_config(SampleConfig, shlex.split(command)[3:], "sample.py")
-    assert SAMPLERS[config.sampler] == objective and config.steps == 20
+    assert SAMPLERS[config.sampler].fits(OBJECTIVES[objective].prediction) and config.steps == 20

@@ -26,7 +26,6 @@ from moh_vision.diffusion import sample
 from moh_vision.diffusion.config import PreviewConfig, SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.loading import open_pipeline
-from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
@@ -461,7 +460,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     run = SimpleNamespace(log=log, done=4, ema=None, folder=tmp_path / "again")
     again = run.folder / "previews" / "step_4.png"
     inputs = SimpleNamespace(source=Digits("train"), space=None)
-    previews = Previews(config, inputs, model, HybridLoss())
+    previews = Previews(config, inputs, model)
     previews.draw(model, run)
     (step, _, images), said = told
     assert said == f"preview (ddim 3 steps, guidance 1.5): {again}"

@@ -113,7 +113,7 @@ ADAPTIVE = {"dopri5"}  # its solver is on the host
 
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS.keys() - ADAPTIVE))
 def test_sampling_waits_for_no_step(sampler):
-    task, *_ = dit(flow=SAMPLERS[sampler] == "flow")
+    task, *_ = dit(flow=SAMPLERS[sampler].output == "velocity")
     model = task.model.to(META).eval()
     guidance = Guidance(2.0, interval=(0.1, 0.9))
     scheduler = make_scheduler(sampler, STEPS, model.config.learn_sigma, clip=True)

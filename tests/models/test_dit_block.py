@@ -222,7 +222,7 @@ def test_a_jit_with_the_heads_of_moh_dit(size):
     assert head_budget(routed)["layers"] == head_budget(dit)["layers"]
     routers = {name for name in routed.state_dict() if ".router." in name}
     assert routed.state_dict().keys() - routers == dense.state_dict().keys()
-    for key in ("compat", "predict", "class_tokens_start", "patch_bottleneck", "patch_size"):
+    for key in ("compat", "prediction", "class_tokens_start", "patch_bottleneck", "patch_size"):
         assert routed.config[key] == dense.config[key]
 
 

@@ -44,7 +44,9 @@ def test_forward_contract():
 
 
 def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
-    ours = awake(tiny(learn_sigma=False, patch_bottleneck=5, predict="x"))
+    ours = awake(
+        tiny(learn_sigma=False, patch_bottleneck=5, prediction=dict(path="linear", predict="x"))
+    )
     plain = tiny(learn_sigma=False)
     weights = ours.state_dict()
     narrow = weights["x_embedder.proj.weight"]
@@ -70,8 +72,12 @@ IMPOSSIBLE = [
     (DIT, dict(img_size=9), "img_size 9 multiple patch_size 2"),
     (DIT, dict(embed_dim=100), "embed_dim 100 multiple num_heads 6"),
     (DIT, dict(embed_dim=30, num_heads=5), "embed_dim 30 multiple 4"),
-    (DIT, dict(TINY, predict="x"), "predict 'x' learn_sigma False"),
-    (DIT, dict(TINY, predict="image"), "predict 'image' velocity x noise"),
+    (DIT, dict(TINY, prediction=dict(path="linear")), "noise linear learn_sigma False"),
+    (
+        DIT,
+        dict(TINY, prediction=dict(predict="image")),
+        "prediction.predict 'image' velocity x noise",
+    ),
     (DIT, dict(TINY, compat="kohya"), "compat 'kohya' official diffusers sit jit"),
     (MOH, dict(SMALL, scope="sample", route_by="class"), "route_by 'class' condition timestep"),
     (MOH, dict(SMALL, route_by="timestep"), "route_by 'timestep' scope 'sample' token"),

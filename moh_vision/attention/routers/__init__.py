@@ -28,7 +28,7 @@ def router_class(name: str) -> type[Router]:
     if name not in ROUTERS:
         known = ", ".join(sorted(ROUTERS))
         raise ValueError(
-            f"router {name!r} is not one of {known}; one of your own is known where its file is imported first"
+            f"router {name!r} is not one of {known}; one of your own is known where its file is imported first, as by --imports FILE"
         )
     found = ROUTERS[name]
     if not issubclass(found, Router):

@@ -6,7 +6,7 @@ Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes
 import argparse
 from pathlib import Path
 
-from moh_vision.common.cli import Parser, refuse_output
+from moh_vision.common.cli import Parser, add_imports, refuse_output
 from moh_vision.common.errors import exit_code
 from moh_vision.common.progress import say
 from moh_vision.data.batches import check_images_fit
@@ -25,6 +25,7 @@ SPLITS = dict(generated="train", reference="val")  # of data sets
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("python -m moh_vision.evaluation.fidelity", fidelity.__doc__)
+    add_imports(parser)
     add = parser.add_argument
     held = "folder of images, .npz with arr_0 (uint8 NHWC), or a data set as data.root"
     add("generated", metavar="GENERATED", help=held)

@@ -1,0 +1,38 @@
+"""Objectives: what diffusion models are trained for. A new one is a class in a file here and a line in OBJECTIVES.
+
+`contract.Objective` has all that is asked of one; nobody outside this folder asks for its name.
+"""
+
+from moh_vision.common.imports import trained_with
+from moh_vision.diffusion.objectives.contract import NUM_TIMESTEPS, Objective
+from moh_vision.diffusion.objectives.flow import FlowConfig, FlowMatchingLoss
+from moh_vision.diffusion.objectives.noise import HybridLoss, NoiseKeys
+
+__all__ = [
+    "NUM_TIMESTEPS",
+    "OBJECTIVES",
+    "FlowConfig",
+    "FlowMatchingLoss",
+    "HybridLoss",
+    "NoiseKeys",
+    "Objective",
+    "make_objective",
+    "objective_class",
+]
+
+OBJECTIVES: dict[str, type[Objective]] = {"noise": HybridLoss, "flow": FlowMatchingLoss}
+DEFAULT = "noise"  # of configurations that name none
+
+
+def objective_class(config: dict) -> type[Objective]:
+    """Return the class of the objective that a configuration or a run's metadata names."""
+    name = config.get("objective", DEFAULT)
+    if name not in OBJECTIVES:
+        hint = trained_with(config) or "; one of your own is in a file: --imports FILE"
+        raise ValueError(f"objective {name!r} is not one of {', '.join(OBJECTIVES)}{hint}")
+    return OBJECTIVES[name]
+
+
+def make_objective(config: dict) -> Objective:
+    """Return the objective that a configuration or a run's metadata names."""
+    return objective_class(config).from_config(config)
