@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from moh_vision.attention import ROUTERS
 from moh_vision.attention.losses import AUX_LOSSES
-from moh_vision.attention.routers import is_plain, with_loss
+from moh_vision.attention.routers import choosing_and_all, is_plain, with_loss
 from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
@@ -34,8 +34,8 @@ class ModelConfig(Section, section="model"):
     MLPs are dense."""
     mlp_groups: int | None = key(None, ge=1, needs=".mlp_budget; not .pretrained")
     """Groups of each MLP, a divisor of its hidden width; left out: 8."""
-    router: str | None = key(None, needs="not .pretrained")
-    """Who chooses or weighs the heads: moh, query_norm or moa choose; mae, gated and dense run all and take no head_budget."""
+    router: str | None = key(None, needs="not .pretrained", names=choosing_and_all)
+    """Who chooses or weighs the heads:"""
     scope: str | None = key(None, needs="not .pretrained")
     """"token" or "sample"."""
     executor: str | None = key(None, needs="not .pretrained")

@@ -62,6 +62,21 @@ def is_plain(router: str | None) -> bool:
     return router in ROUTERS and ROUTERS[router].plain_attention
 
 
+def choosing_and_all() -> str:
+    """Return a sentence with the names of the routers that choose heads, and of those that run all."""
+    choosing = [name for name, chooser in ROUTERS.items() if not chooser.all_heads]
+    all_heads = [name for name, chooser in ROUTERS.items() if chooser.all_heads]
+    return f"{_listed(choosing, 'or')} choose; {_listed(all_heads, 'and')} run all and take no head_budget."
+
+
+def _listed(names: list[str], last: str) -> str:
+    """Join names: "a, b or c"."""
+    *first, end = names
+    if not first:
+        return end
+    return f"{', '.join(first)} {last} {end}"
+
+
 def with_loss(aux_loss: str) -> list[str]:
     """Return the names of the routers that have these auxiliary losses, see `Router.aux_loss`."""
     return [name for name, chooser in ROUTERS.items() if chooser.aux_loss == aux_loss]
