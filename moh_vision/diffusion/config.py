@@ -8,7 +8,13 @@ from typing import Any, ClassVar, Literal
 from moh_vision.common.errors import nearest
 from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
-from moh_vision.diffusion.objectives import FlowConfig, NoiseKeys, Objective, objective_class
+from moh_vision.diffusion.objectives import (
+    FlowConfig,
+    NoiseKeys,
+    Objective,
+    names_by_keys,
+    objective_class,
+)
 from moh_vision.diffusion.schedulers import (
     check_sampler,
     few_steps,
@@ -265,8 +271,9 @@ class DitConfig(NoiseKeys, ImageRunConfig):
 
     def idle(self) -> Iterator[Idle]:
         yield from super().idle()
-        of_users = not self.objective_class.has_keys
-        yield Idle("objective_kwargs", of_users, "an objective of your own", "objective")
+        for keys, names in names_by_keys().items():
+            needed = f"objective {' or '.join(names) or 'of your own'}"
+            yield Idle(keys, keys == self.objective_class.keys, needed, "objective")
 
     def sampling_options(self) -> str:
         return few_steps(self.objective_class.prediction)

@@ -156,6 +156,33 @@ def test_a_solver_that_adds_noise_as_on_the_linear_path_is_refused():
     refuse("linear velocity cosine", MoHDiTPipeline, tiny(PREDICTION), euler)
 
 
+HUBER = """from torch.nn import functional as F
+
+from moh_vision.diffusion import OBJECTIVES, FlowMatchingLoss
+
+
+class HuberFlow(FlowMatchingLoss):
+    def forward(self, output, x0, xt, noise, t):
+        terms = super().forward(output, x0, xt, noise, t)
+        loss = F.smooth_l1_loss(output.float(), noise - x0, reduction="none").flatten(1).mean(1)
+        return dict(terms, loss=loss)
+
+
+OBJECTIVES["huber"] = HuberFlow
+"""
+
+
+def test_another_loss_on_the_linear_path_keeps_its_keys_and_prediction(own_files, tmp_path, capsys):
+    imports = ["--imports", own_files.write("huber_flow", HUBER)]
+    options = "--objective huber --flow.shift 2 --preview.every 1 --preview.sampler heun --preview.steps 2"
+    run = tmp_path / "run"
+    train.main(arguments("dit", run, 1, 1, *imports, *options.split()))
+    assert moh_vision.load_run(run).prediction == FlowMatchingLoss(shift=2.0).prediction
+    assert logged(run)[0]["loss"] < logged(run)[0]["mse"]
+    argv = arguments("dit", run, 1, 1, *imports, "--flow.shift", "2")
+    assert_says(refused(capsys, train.main, *argv), "flow.shift 2.0 objective flow huber")
+
+
 REFUSED = {
     "unknown": ("", "objective 'cosine' noise flow --imports FILE"),
     "option": ("--objective_kwargs.weigth 2", "objective_kwargs.weigth weight"),

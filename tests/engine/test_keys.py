@@ -13,7 +13,6 @@ from moh_vision.attention import ROUTERS
 from moh_vision.attention.routers import MoHRouter
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
-from moh_vision.diffusion.objectives import OBJECTIVES
 from moh_vision.engine.command_line import dump, groups_of, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
 from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, unknown_key
@@ -299,8 +298,6 @@ def met(condition, keys):
     if pattern == "null" or str not in leaves(hint):
         value = load(value, "")
     other = another_value(hint, value)
-    if name.startswith("objective"):
-        other = next(objective for objective in OBJECTIVES if objective != value)
     if name.endswith("!"):
         return name.rstrip("!"), other, value
     return name, value, other
@@ -339,6 +336,8 @@ USERS_ROUTERS = {  # name -> its attributes beside those of MoH's
 # Effects that depend on the router or the optimiser, which `needs` cannot express.
 # Case -> (configurations, values, keys without effect, keys with an effect).
 IDLE = {
+    "noise": ((DitConfig,), {"objective": "noise"}, "flow.predict flow.shift objective_kwargs", "learn_sigma min_snr_gamma"),
+    "flow": ((DitConfig,), {"objective": "flow"}, "learn_sigma min_snr_gamma objective_kwargs", "flow.predict flow.shift"),
     "dense DiT": (VISION, {"model.name": "dit_small_patch2"}, f"{BUDGET} model.scope balance_weight", ""),
     "mae": (VISION, {"model.router": "mae"}, f"{BUDGET} balance_weight z_weight", "model.scope block_descent.mode"),
     "gated": (VISION, {"model.router": "gated"}, f"{BUDGET} balance_weight z_weight block_descent.mode", "model.scope"),

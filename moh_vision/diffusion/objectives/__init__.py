@@ -17,6 +17,7 @@ __all__ = [
     "NoiseKeys",
     "Objective",
     "make_objective",
+    "names_by_keys",
     "objective_class",
 ]
 
@@ -31,6 +32,14 @@ def objective_class(config: dict) -> type[Objective]:
         hint = trained_with(config) or "; one of your own is in a file: --imports FILE"
         raise ValueError(f"objective {name!r} is not one of {', '.join(OBJECTIVES)}{hint}")
     return OBJECTIVES[name]
+
+
+def names_by_keys() -> dict[str, list[str]]:
+    """Return the names of the objectives that read the same keys, by `Objective.keys`."""
+    names: dict[str, list[str]] = {Objective.keys: []}
+    for name, objective in OBJECTIVES.items():
+        names.setdefault(objective.keys, []).append(name)
+    return names
 
 
 def make_objective(config: dict) -> Objective:

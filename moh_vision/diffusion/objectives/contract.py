@@ -25,18 +25,18 @@ class Objective(nn.Module):
         learn_sigma: whether its models predict the variance of a step, too.
         draw: function from a numpy generator to a timestep. It is pickled for the loader's worker processes, so it is a
             function of a module, or `functools.partial` of one.
-        has_keys: whether it reads keys of its own from a run's configuration. If not, `objective_kwargs` are the arguments
-            of its constructor.
+        keys: patterns, separated by spaces, of the keys of a run's configuration that it reads; an objective with other keys
+            makes them refused. The constructor's arguments as `objective_kwargs`, unless `from_config` reads others.
     """
 
     prediction: Prediction
     learn_sigma: bool = False
     draw: Callable[[np.random.Generator], float]
-    has_keys: bool = False
+    keys: str = "objective_kwargs"
 
     @classmethod
     def from_config(cls, config: dict) -> Self:
-        """Make the objective of a run's configuration, given as nested plain values."""
+        """Make the objective from its keys in a run's configuration, given as nested plain values."""
         options = config.get("objective_kwargs") or {}
         known = inspect.signature(cls).parameters
         for name in options:

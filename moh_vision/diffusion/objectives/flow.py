@@ -18,8 +18,8 @@ TIMESTEPS = ("uniform", "logit-normal")
 
 
 @dataclass
-class FlowConfig(Section, section="flow", needs="objective=flow"):
-    """Flow matching; see `moh_vision.diffusion.objectives.FlowMatchingLoss`."""
+class FlowConfig(Section, section="flow"):
+    """Flow matching, objective flow; see `moh_vision.diffusion.objectives.FlowMatchingLoss`."""
 
     predict: Literal["velocity", "x", "noise"] = key("velocity")
     """What the network predicts; "x", the image, learns from large patches of pixels (JiT, Li and He 2025). The loss and
@@ -79,7 +79,7 @@ class FlowMatchingLoss(Objective):
     """
 
     prediction = Prediction(LINEAR, "velocity")
-    has_keys = True
+    keys = "flow.*"
 
     def __init__(
         self,

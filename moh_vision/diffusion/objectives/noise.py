@@ -23,10 +23,10 @@ BETA_END = 0.02
 class NoiseKeys(Section):
     """The keys of `HybridLoss`."""
 
-    learn_sigma: bool = key(True, needs="objective=noise")
-    """Learn the variance too (hybrid loss)."""
-    min_snr_gamma: float | None = key(None, gt=0, needs="objective=noise")
-    """Weigh the squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023."""
+    learn_sigma: bool = key(True)
+    """Learn the variance too (hybrid loss), with objective noise."""
+    min_snr_gamma: float | None = key(None, gt=0)
+    """With objective noise: weigh the squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023."""
 
 
 def draw_step(rng: np.random.Generator) -> int:
@@ -46,7 +46,7 @@ class HybridLoss(Objective):
     """
 
     prediction = Prediction()
-    has_keys = True
+    keys = "learn_sigma min_snr_gamma"
     draw = staticmethod(draw_step)
 
     def __init__(self, min_snr_gamma: float | None = None, learn_sigma: bool = True):
