@@ -68,6 +68,20 @@ CASES = {
 }
 
 
+def is_possible(options, **call):
+    """Return whether a layer takes a scope, and causal calls, by what its router says; both are refused elsewhere.
+
+    options, call: arguments of `build` and of a case; the latter take the place of the former.
+    """
+    options = {**options, **call}
+    chooser = attention.ROUTERS[options.get("router", "moh")]
+    if options.get("scope", "token") not in chooser.scopes:
+        return False
+    pool = (options.get("router_kwargs") or {}).get("pool", "sequence")
+    reads_all = chooser.reads == "sequence" and pool == "sequence"
+    return not (options.get("is_causal") and reads_all)
+
+
 def build(
     budget, dtype=torch.float32, layer_class=HeadMixtureAttention, width=D, heads=H, **options
 ):

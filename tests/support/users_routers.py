@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from moh_vision.attention import Router, Routing, RoutingStats
 from moh_vision.attention.kernels.eager import choose
+from moh_vision.attention.linear import in_float
 from moh_vision.attention.routers.common import GateLinear, TopKRouter, real_tokens
 
 
@@ -21,7 +22,7 @@ class CosineRouter(TopKRouter):
 
     def forward(self, x, q=None, padding_mask=None):
         cosines = F.normalize(x, dim=-1) @ F.normalize(self.directions, dim=-1).T  # [B, N, H]
-        logits = self.scale.float() * cosines.float()
+        logits = self.scale * in_float(cosines)
         return choose(
             logits, self.num_candidates, 0, self.num_routed, "released", padding_mask=padding_mask
         )
@@ -43,9 +44,10 @@ class ExpertChoiceRouter(Router):
 
     def forward(self, x, q=None, padding_mask=None):
         logits = self.gate(x)  # [B, N, H]
-        probs = logits.softmax(-1) * real_tokens(logits, padding_mask)
-        taken = max(1, x.shape[1] * self.budget.routed // self.budget.heads)
-        best = probs.topk(taken, dim=1).indices  # [B, taken, H], of tokens
-        active = torch.zeros_like(probs, dtype=torch.bool).scatter(1, best, True) & (probs > 0)
+        real = real_tokens(logits, padding_mask)  # [B, N, 1]
+        probs = logits.softmax(-1) * real
+        taken = (real.sum(1, keepdim=True) * self.budget.routed / self.budget.heads).floor()
+        ranks = probs.argsort(1, descending=True).argsort(1)  # 0: the best token of a head
+        active = (ranks < taken.clamp_min(1)) & (probs > 0)
         counts = active.sum(1).to(probs.dtype)
         return Routing(probs * active, active, RoutingStats(probs, counts, logits))
