@@ -40,7 +40,7 @@ from timing import (
 from torch import nn
 from torch.nn import functional as F
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, Router, resolve_budget
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 
@@ -105,17 +105,15 @@ class Dense(nn.Module):
         return self.proj(o.transpose(1, 2).reshape(B, N, C))
 
 
-class ReleasedRouter(nn.Module):
+class ReleasedRouter(Router):
     """The gates of one of our MoH routers by the operations of the released code: Jin 2024, eq. 5 and 6, as scaled there.
 
     Softmax and top-k in the dtype of the tokens, the choice as a sum of one-hot masks.
     """
 
     def __init__(self, router):
-        super().__init__()
+        super().__init__(router.budget)
         self.router = router
-        self.budget = router.budget
-        self.reads = router.reads
         self.aux_loss = router.aux_loss
 
     def forward(self, x, *_):

@@ -1,9 +1,10 @@
 """Write pages from the code and from what ships with it: `python docs/make_reference.py [PAGE ...]`.
 
-docs/reference/{config,commands,models}.md are of the code, docs/results/runs.md is of the logs beside the configurations.
+docs/reference/{config,commands,models,routers}.md are of the code, docs/results/runs.md is of the logs beside the configurations.
 tests/test_pages.py compares all but models with what this makes, and the names in models with the registry.
 """
 
+import inspect
 import json
 import re
 import statistics
@@ -16,11 +17,13 @@ from torch import nn
 
 import moh_vision
 from moh_vision.__main__ import COMMANDS
+from moh_vision.attention import ROUTERS, Router
 from moh_vision.classification.config import ClsConfig, ValidateConfig
 from moh_vision.commands.table import PAPER_ROWS
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
 from moh_vision.language.config import LanguageConfig
+from moh_vision.language.models.configs import causal_routers
 from moh_vision.language.models.create import create_text_model, list_text_presets
 from moh_vision.models.counts import count_macs, count_parameters
 from moh_vision.models.weights import image_models
@@ -247,7 +250,57 @@ def _code(text: str) -> str:
     return f"`{_cell(text)}`"
 
 
+ABOUT_ROUTERS = """\
+What each router says of itself (`moh_vision.attention.Router`), by its name in `ROUTERS`. [Concepts](../concepts.md) has the
+papers and the meaning of the options; `mae` with a causal `pool` reads earlier tokens, and each token then has its own choice.
+
+- **reads**: what the heads of a token depend on: the token, those before it too, or the whole sequence, which no causal
+  layer may read.
+- **chooses**: each token its own heads, or a sequence once for all of its tokens.
+- **scopes**: `scope` of a layer; "sample" gives one vector to the router.
+- **heads**: shared and routed, routed alone, or all.
+- **loss**: the auxiliary losses, by `balance_weight` (moh), or `moa_balance_weight` and `z_weight` (moa).
+- **convert**: whether it can start as plain attention; **LLaMA**: in language models of that style; **MLP**: whether it
+  can choose groups of an MLP.
+"""
+
+
+def routers_page() -> str:
+    """List the routers with what their classes say."""
+    columns = (
+        "name, what it does, reads, chooses, scopes, heads, loss, options, convert, LLaMA, MLP"
+    )
+    lines = [f"| {' | '.join(columns.split(', '))} |", "|---" * len(columns.split(", ")) + "|"]
+    lines += [router_row(name, router) for name, router in ROUTERS.items()]
+    return "\n".join([HEAD, "# Routers\n", ABOUT_ROUTERS, *lines]) + "\n"
+
+
+def router_row(name: str, router: type[Router]) -> str:
+    """Return the row of a router."""
+    says = " ".join(inspect.getdoc(router).split("\n\n")[0].split())
+    heads = "shared and routed"
+    if router.all_heads:
+        heads = "all"
+    elif router.shared_share == 0:
+        heads = "routed"
+    options = [*router.options(), *router.layer_options]
+    can = (router.can_become_dense(), name in causal_routers(), router.chooses_from_a_vector())
+    cells = [
+        f"`{name}`",
+        says,
+        router.reads,
+        router.choice,
+        ", ".join(router.scopes),
+        heads,
+        router.aux_loss,
+        ", ".join(f"`{option}`" for option in options),
+        *("yes" if one else "" for one in can),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 MAKERS = {
+    "reference/routers": routers_page,
     "reference/config": config_page,
     "reference/commands": commands_page,
     "reference/models": models_page,

@@ -67,12 +67,13 @@ def run(tmp_path, monkeypatch, capsys):
     use(None)
 
 
+# Of one form with "gpu", which nobody can run again who has no card.
+SLOW = ("attention", "models", "export")
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name == "export" else name
-        for name in BENCHMARKS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in BENCHMARKS],
 )
 def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monkeypatch):
     smaller, options = BENCHMARKS[name]

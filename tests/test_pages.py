@@ -107,7 +107,9 @@ def test_every_guide_is_in_the_table_of_contents():
     assert [page for page in pages if page != "README.md" and f"({page})" not in shown] == []
 
 
-@pytest.mark.parametrize("name", ["reference/config", "reference/commands", "results/runs"])
+@pytest.mark.parametrize(
+    "name", ["reference/config", "reference/commands", "reference/routers", "results/runs"]
+)
 def test_generated_pages_are_those_of_the_code(reference, name):
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert page == reference.MAKERS[name](), f"python docs/make_reference.py {name}"

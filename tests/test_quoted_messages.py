@@ -12,8 +12,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 import moh_vision
 from moh_vision.__main__ import main as command
 from moh_vision.data import copies
+from moh_vision.data.latents import latents_path
 from moh_vision.data.shards import Shards
-from moh_vision.data.splits import latents_path, open_source, open_splits
+from moh_vision.data.splits import open_source, open_splits
 from moh_vision.diffusion import sample
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.evaluation.accuracy import refuse_not_finite
@@ -54,11 +55,6 @@ def after(first, then):
 
 def pictures(folder, patch):
     write_folder(folder / "data")
-
-
-def classes_in_no_split(folder, patch):
-    pictures(folder, patch)
-    open_splits(str(folder / "data/train"))
 
 
 def small_share(folder, patch):
@@ -238,7 +234,6 @@ QUOTED = {
             pictures, train("dit", "--data.root {0}/data")
         ),
         "data.root ...: no split ...; it has ...": table_without_a_split,
-        "shards nor a folder ... in it": classes_in_no_split,
         "none of its ... images falls into val_fraction ... for validation": small_share,
         "... of ... images for validation that were looked at are trained on too": copies_in_val,
         "... unreadable so far": unreadable_image,
@@ -294,17 +289,21 @@ def pattern(quoted):
 )
 def test_a_quoted_message_is_said(page, quoted, tmp_path, monkeypatch, capsys, forget_precision):
     forget_precision()
-    shown = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    assert re.search(pattern(quoted), shown), "the page does not quote it"
+    file = f"docs/{page}.md"
+    shown = (ROOT / file).read_text(encoding="utf-8")
+    assert re.search(pattern(quoted), shown), f"{file} does not quote it: {quoted}"
     raised = ""
     try:
         QUOTED[page][quoted](tmp_path, monkeypatch)
     except (Exception, SystemExit) as error:
         raised = str(error)
     out, error = capsys.readouterr()
-    assert re.search(pattern(quoted), f"{out}\n{error}\n{raised}")
+    said = f"{out}\n{error}\n{raised}"
+    assert re.search(pattern(quoted), said), f"{file} quotes {quoted}, but it is said as: {said}"
 
 
 def test_every_row_of_the_page_of_messages_is_here():
-    page = (ROOT / "docs" / f"{MESSAGES}.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE) == list(QUOTED[MESSAGES])
+    file = f"docs/{MESSAGES}.md"
+    page = (ROOT / file).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE)
+    assert rows == list(QUOTED[MESSAGES]), f"the rows of {file} are not those of QUOTED, in order"

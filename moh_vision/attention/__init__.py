@@ -34,6 +34,7 @@ from moh_vision.attention.model_heads import (
 )
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS, default_budget
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
 from moh_vision.attention.separate import SeparateHeadMixtureAttention
 
@@ -48,6 +49,7 @@ __all__ = [
     "KeyValueCache",
     "ModelBudgets",
     "RoutedLayer",
+    "Router",
     "Routing",
     "RoutingStats",
     "SeparateHeadMixtureAttention",

@@ -18,9 +18,7 @@ What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. These
 import functools
 import logging
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,61 +35,45 @@ SHARED_SHARE = 0.4
 
 SHAPES = ("ramp", "uniform")  # how a share is spread over the layers
 
-# What a budget counts, by the name of the argument that gives it.
-PARTS = {"head_budget": "heads", "mlp_budget": "groups"}
+
+class Parts(NamedTuple):
+    """What a budget counts, in the words of messages."""
+
+    argument: str
+    """The name of the argument that gives the budget."""
+    one: str
+    many: str
+
+
+HEADS = Parts("head_budget", "head", "heads")
+GROUPS = Parts("mlp_budget", "group", "groups")
 
 
 class BudgetError(ValueError):
     """Raised for a budget that cannot be parsed, or that the layers cannot run.
 
-    Args:
-        reason: the message without the name of the argument, written for heads.
+    Args and attributes:
+        parts: what the budget counts.
+        reason: the message without the name of the argument.
         advice: end of the message: what to give instead; "" where the reason already says it.
-        layer: see the attributes.
-
-    Attributes:
-        reason, advice: in the words of the argument, heads or groups.
         layer: index of the layer whose pair is refused; None: the budget as a whole.
-        argument: name of the argument: "head_budget", or "mlp_budget" (see `naming`).
     """
 
-    def __init__(self, reason: str, advice: str = "", layer: int | None = None):
-        super().__init__(reason, advice, layer)
+    def __init__(self, parts: Parts, reason: str, advice: str = "", layer: int | None = None):
+        super().__init__(parts, reason, advice, layer)
+        self.parts = parts
+        self.reason = reason
+        self.advice = advice
         self.layer = layer
-        self.argument = "head_budget"
-
-    @property
-    def reason(self) -> str:
-        return self._in_words_of_argument(self.args[0])
-
-    @property
-    def advice(self) -> str:
-        return self._in_words_of_argument(self.args[1])
-
-    def _in_words_of_argument(self, text: str) -> str:
-        if PARTS[self.argument] == "heads":
-            return text
-        # What stands in quotes is what the user gave.
-        return re.sub(r"('[^']*')|\bhead(s?)\b", lambda found: found[1] or f"group{found[2]}", text)
 
     def __str__(self) -> str:
-        if self.layer is None:
-            message = f"{self.argument} {self.reason}"
-        else:
-            message = f"{self.argument}, layer {self.layer}: {self.reason}"
+        message = self.parts.argument
+        if self.layer is not None:
+            message += f", layer {self.layer}:"
+        message += f" {self.reason}"
         if self.advice:
             message += f"; {self.advice}"
         return message
-
-
-@contextmanager
-def naming(argument: str) -> Iterator[None]:
-    """Let errors of a budget name this argument."""
-    try:
-        yield
-    except BudgetError as error:
-        error.argument = argument
-        raise
 
 
 class Share(NamedTuple):
@@ -132,15 +114,15 @@ class HeadBudget:
         if self.shared < 0 or self.routed < 0:
             raise ValueError(f"shared={self.shared}, routed={self.routed}: neither may be negative")
         if self.active < 1:
-            raise ValueError("shared=0, routed=0: at least 1 head must run")
+            raise ValueError("shared=0, routed=0: at least 1 must run")
         if self.active > self.heads:
             raise ValueError(
-                f"shared={self.shared} + routed={self.routed} = {self.active} of only {self.heads} heads"
+                f"shared={self.shared} + routed={self.routed} = {self.active} of only {self.heads}"
             )
         if self.routed == 0 and self.shared < self.heads:
             raise ValueError(
-                f"routed=0 with shared={self.shared} of {self.heads} heads: the other {self.heads - self.shared} would never "
-                f"run; route at least 1, or make all {self.heads} shared"
+                f"routed=0 with shared={self.shared} of {self.heads}: the other {self.heads - self.shared} would never run; "
+                f"route at least 1, or make all {self.heads} shared"
             )
 
     @property
@@ -166,7 +148,7 @@ def resolve_budget(
     head_dim: int | Sequence[int],
     group: int = 1,
     shared_share: float = SHARED_SHARE,
-    argument: str = "head_budget",
+    parts: Parts = HEADS,
 ) -> tuple[HeadBudget, ...]:
     """Turn what a user writes into one `HeadBudget` per layer.
 
@@ -190,25 +172,11 @@ def resolve_budget(
             pairs must be whole groups.
         shared_share: the share of shared heads among the active ones, if the spec does not give it; see
             `moh_vision.attention.routers.shared_share`.
-        argument: the name that errors and warnings give the spec.
+        parts: HEADS, or the GROUPS of MLPs.
 
     Raises:
         ValueError: for a spec that the layers cannot run; the message names the layer and the numbers.
     """
-    with naming(argument):
-        return _resolve(spec, depth, heads, head_dim, group, shared_share, argument)
-
-
-def _resolve(
-    spec: BudgetSpec,
-    depth: int,
-    heads: int | Sequence[int],
-    head_dim: int | Sequence[int],
-    group: int,
-    shared_share: float,
-    argument: str,
-) -> tuple[HeadBudget, ...]:
-    """`resolve_budget`, whose arguments these are."""
     heads = _per_layer("heads", heads, depth)
     head_dim = _per_layer("head_dim", head_dim, depth)
     if group != 1:
@@ -217,30 +185,30 @@ def _resolve(
         def resolve(spec: BudgetSpec, wide: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
             counts = [b.heads for b in wide]
             widths = [b.head_dim for b in wide]
-            return _resolve(spec, depth, counts, widths, 1, shared_share, argument)
+            return resolve_budget(spec, depth, counts, widths, 1, shared_share, parts)
 
         return _in_groups(resolve, spec, full, [group] * depth)
     if isinstance(spec, (list, tuple)):
-        pairs = _explicit_pairs(spec, depth)
+        pairs = _explicit_pairs(spec, depth, parts)
     else:
-        pairs = _pairs_of_share(spec, heads, shared_share)
+        pairs = _pairs_of_share(spec, heads, shared_share, parts)
         active = sum(shared + routed for shared, routed in pairs)
-        _warn_once_of_rounding(spec, active, sum(heads), argument)
+        _warn_once_of_rounding(spec, active, sum(heads), parts)
 
     budgets = []
     for layer, ((shared, routed), h, d) in enumerate(zip(pairs, heads, head_dim)):
         try:
             budgets.append(HeadBudget(h, d, shared, routed))
         except ValueError as error:
-            raise BudgetError(str(error), layer=layer) from None
+            raise BudgetError(parts, str(error), layer=layer) from None
     return tuple(budgets)
 
 
 def _pairs_of_share(
-    spec: float | str, heads: Sequence[int], shared_share: float
+    spec: float | str, heads: Sequence[int], shared_share: float, parts: Parts
 ) -> list[tuple[int, int]]:
     """Return (shared, routed) of each layer for a share of all heads, uniform or a ramp."""
-    share = parse_share(spec)
+    share = parse_share(spec, parts)
     if share.shared is not None:
         shared_share = share.shared
     # If the active heads suffice for one in every layer, every layer gets at least one.
@@ -254,8 +222,9 @@ def _pairs_of_share(
         if a < 1:
             smallest = _smallest_share(share.shape, heads, [1] * len(heads))
             raise BudgetError(
-                f"{spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
-                f"the smallest share is {smallest}"
+                parts,
+                f"{spec!r}: layer {layer} with {h} {parts.many} would run 0 of them, at least 1 must run; "
+                f"the smallest share is {smallest}",
             )
     return [(s, a - s) for s, a in zip(shared, active)]
 
@@ -282,25 +251,25 @@ def shape_of(spec: BudgetSpec | None) -> str | None:
     return parse_share(spec).shape
 
 
-def shaped(
-    spec: BudgetSpec | None, shape: str | None, argument: str = "head_budget"
-) -> BudgetSpec | None:
+def shaped(spec: BudgetSpec | None, shape: str | None, parts: Parts = HEADS) -> BudgetSpec | None:
     """Add a shape to a budget that is a share without one: 0.5 and "uniform" make "uniform:0.5". Others stay as they are.
 
-    argument: the name that errors give the spec.
+    parts: what the budget counts.
     """
     if shape not in (None, *SHAPES):
-        raise ValueError(f"{argument}_shape {shape!r}: expected {' or '.join(SHAPES)}")
+        raise ValueError(f"{parts.argument}_shape {shape!r}: expected {' or '.join(SHAPES)}")
     is_share = spec is not None and not isinstance(spec, (list, tuple))
     if shape is None or not is_share or ":" in str(spec):
         return spec
-    with naming(argument):
-        parse_share(spec)  # raises here, so that the message shows the spec without the shape
+    parse_share(spec, parts)  # raises here, so that the message shows the spec without the shape
     return f"{shape}:{spec}"
 
 
 def change_budget(
-    spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int] | None = None
+    spec: BudgetSpec,
+    budgets: Sequence[HeadBudget],
+    groups: Sequence[int] | None = None,
+    parts: Parts = HEADS,
 ) -> tuple[HeadBudget, ...]:
     """Return budgets with other numbers of routed heads for layers that exist; the shared heads stay.
 
@@ -308,6 +277,7 @@ def change_budget(
         spec: as for `resolve_budget`. A share counts shared and routed heads; pairs must have the layers' shared heads.
         budgets: the present budgets of the layers.
         groups: for each layer the number of heads that are chosen together, see `resolve_budget`; None: 1 in all layers.
+        parts: HEADS, or the GROUPS of MLPs.
 
     Raises:
         BudgetError: for a share that the layers cannot run with their shared heads.
@@ -316,43 +286,54 @@ def change_budget(
     if groups is not None and any(group != 1 for group in groups):
         return _in_groups(change_budget, spec, budgets, groups)
     if isinstance(spec, (list, tuple)):
-        pairs = _explicit_pairs(spec, len(budgets))
+        pairs = _explicit_pairs(spec, len(budgets), parts)
         for layer, ((shared, _), b) in enumerate(zip(pairs, budgets)):
             if shared != b.shared:
                 raise BudgetError(
-                    f"{b.shared} heads are shared and stay so, not {shared}", layer=layer
+                    parts,
+                    f"{b.shared} {parts.many} are shared and stay so, not {shared}",
+                    layer=layer,
                 )
     else:
-        pairs = _changed_pairs_of_share(spec, budgets)
+        pairs = _changed_pairs_of_share(spec, budgets, parts)
     heads = [b.heads for b in budgets]
-    return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
+    widths = [b.head_dim for b in budgets]
+    return resolve_budget(pairs, len(budgets), heads, widths, parts=parts)
 
 
 def _changed_pairs_of_share(
-    spec: float | str, budgets: Sequence[HeadBudget]
+    spec: float | str, budgets: Sequence[HeadBudget], parts: Parts
 ) -> list[tuple[int, int]]:
     """Return (shared, routed) of each layer for a share of all heads, with the layers' present shared heads."""
-    share = parse_share(spec)
+    share = parse_share(spec, parts)
     if share.shared is not None:
-        raise BudgetError(f"{spec!r}: the shared heads of a model stay; leave out {share.shared}")
+        raise BudgetError(
+            parts,
+            f"{spec!r}: the shared {parts.many} of a model stay; leave out {share.shared}",
+        )
     heads = [b.heads for b in budgets]
     fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
     if share.active < 1:
-        _refuse_fixed_layers(spec, fixed, heads)
+        _refuse_fixed_layers(spec, fixed, heads, parts)
     least = _least(budgets)
     active = _active(share, heads, least)
-    advice = "give the lower budget when the model is made or converted, it then shares fewer heads"
+    advice = (
+        "give the lower budget when the model is made or converted, "
+        f"it then shares fewer {parts.many}"
+    )
     for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
         if a < low:
             raise BudgetError(
-                f"{spec!r}: layer {layer} would run {a} of {b.heads} heads, "
+                parts,
+                f"{spec!r}: layer {layer} would run {a} of {b.heads} {parts.many}, "
                 f"but {b.shared} are shared and at least 1 is routed; the smallest share is "
                 f"{_smallest_share(share.shape, heads, least)}",
                 advice,
             )
     if sum(active) > math.floor(share.active * sum(heads) + 0.5) and share.shape == "ramp":
         raise BudgetError(
-            f"{spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
+            parts,
+            f"{spec!r}: the shared {parts.many} and one routed {parts.one} per layer are {sum(active)} of "
             f"{sum(heads)} already, and the smallest share is "
             f"{_smallest_share(share.shape, heads, least)}",
             advice,
@@ -360,19 +341,22 @@ def _changed_pairs_of_share(
     return [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
 
 
-def _refuse_fixed_layers(spec: float | str, fixed: Sequence[int], heads: Sequence[int]) -> None:
+def _refuse_fixed_layers(
+    spec: float | str, fixed: Sequence[int], heads: Sequence[int], parts: Parts
+) -> None:
     """Raise BudgetError for a share below 1 if some layers have no routed heads; `fixed` has the indices of those layers."""
     if not fixed:
         return
     if len(fixed) == len(heads):
         raise BudgetError(
-            f"{spec!r}: the model has no routed heads; moh_vision.convert gives a dense one some"
+            parts,
+            f"{spec!r}: the model has no routed {parts.many}; moh_vision.convert gives a dense one some",
         )
     layer = fixed[0]
-    reason = f"{spec!r}: layer {layer} has no routed heads, all {heads[layer]} are shared"
+    reason = f"{spec!r}: layer {layer} has no routed {parts.many}, all {heads[layer]} are shared"
     if len(fixed) > 1:
         reason += f" (so have {len(fixed) - 1} other layers)"
-    raise BudgetError(reason, f"give a list of pairs with ({heads[layer]}, 0) there")
+    raise BudgetError(parts, reason, f"give a list of pairs with ({heads[layer]}, 0) there")
 
 
 def _least(budgets: Sequence[HeadBudget]) -> list[int]:
@@ -397,6 +381,8 @@ def _in_groups(
 ) -> tuple[HeadBudget, ...]:
     """Return the budgets that decide(spec, budgets) returns if every group of heads is taken for one wide head.
 
+    Heads alone are chosen in groups of several; the groups of an MLP are single parts.
+
     Args:
         decide: `change_budget` or a form of `resolve_budget`; called with a spec and budgets that count groups.
         spec: a share, or pairs that count heads.
@@ -408,14 +394,16 @@ def _in_groups(
         try:
             check_groups(b, group)
         except ValueError as error:
-            raise BudgetError(str(error), layer=layer) from None
+            raise BudgetError(HEADS, str(error), layer=layer) from None
         wide.append(
             HeadBudget(b.heads // group, b.head_dim * group, b.shared // group, b.routed // group)
         )
     if isinstance(spec, (list, tuple)):
-        for layer, (pair, group) in enumerate(zip(_explicit_pairs(spec, len(budgets)), groups)):
+        pairs = _explicit_pairs(spec, len(budgets), HEADS)
+        for layer, (pair, group) in enumerate(zip(pairs, groups)):
             if pair[0] % group or pair[1] % group:
                 raise BudgetError(
+                    HEADS,
                     f"{pair} is not a pair of multiples of group={group}: heads are chosen in whole groups",
                     layer=layer,
                 )
@@ -425,8 +413,8 @@ def _in_groups(
         decided = decide(spec, wide)
     except BudgetError as error:
         if error.advice:
-            raise BudgetError(error.reason, error.advice + counted, error.layer) from None
-        raise BudgetError(error.reason + counted, layer=error.layer) from None
+            raise BudgetError(HEADS, error.reason, error.advice + counted, error.layer) from None
+        raise BudgetError(HEADS, error.reason + counted, layer=error.layer) from None
     except ValueError as error:
         raise ValueError(f"{error}{counted}") from None
     return tuple(
@@ -461,10 +449,10 @@ def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
     return [int(v) for v in value]
 
 
-def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
+def _explicit_pairs(spec: Sequence, depth: int, parts: Parts) -> list[tuple[int, int]]:
     """Return the (shared, routed) pairs of a list; raise ValueError if it does not hold `depth` pairs of whole numbers."""
     if len(spec) != depth:
-        raise BudgetError(f"lists {len(spec)} layers, the model has {depth}")
+        raise BudgetError(parts, f"lists {len(spec)} layers, the model has {depth}")
     pairs = []
     for layer, pair in enumerate(spec):
         if (
@@ -473,13 +461,13 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
             or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
         ):
             raise BudgetError(
-                f"{pair!r} is not a pair of whole numbers (shared, routed)", layer=layer
+                parts, f"{pair!r} is not a pair of whole numbers (shared, routed)", layer=layer
             )
         pairs.append((pair[0], pair[1]))
     return pairs
 
 
-def parse_share(spec: object) -> Share:
+def parse_share(spec: object, parts: Parts = HEADS) -> Share:
     """Parse a share, such as 0.75, "uniform:0.75" or "ramp:0.75:0.4"."""
     shape = "ramp"
     numbers = [spec]
@@ -498,24 +486,22 @@ def parse_share(spec: object) -> Share:
         understood = False
     if not understood:
         raise BudgetError(
+            parts,
             f"{spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
-            "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a "
-            "list with one (shared, routed) pair per layer"
+            f"'uniform:0.75', with the share of shared {parts.many} below 1 behind it such as 'ramp:0.75:0.4', or a "
+            "list with one (shared, routed) pair per layer",
         )
     return Share(shape, active, shared)
 
 
-def warn_of_rounding(
-    spec: BudgetSpec, active: int, heads: int, argument: str = "head_budget"
-) -> None:
+def warn_of_rounding(spec: BudgetSpec, active: int, heads: int, parts: Parts = HEADS) -> None:
     """Warn if rounding to whole heads changes a share by more than 5 points, which is possible for "uniform"."""
     if isinstance(spec, (list, tuple)):
         return
     if abs(active / heads - parse_share(spec).active) > NEAR:
-        parts = PARTS[argument]
         log.warning(
-            f"{argument} {spec!r} runs {active} of {heads} {parts}, {100 * active / heads:.1f} %, "
-            f"because a layer runs whole {parts}"
+            f"{parts.argument} {spec!r} runs {active} of {heads} {parts.many}, {100 * active / heads:.1f} %, "
+            f"because a layer runs whole {parts.many}"
         )
 
 

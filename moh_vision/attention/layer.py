@@ -32,7 +32,7 @@ from moh_vision.attention.kernels.route import (
 from moh_vision.attention.linear import linear_rows, plain, present_mode, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
-from moh_vision.attention.routers import ROUTERS
+from moh_vision.attention.routers import router_class
 from moh_vision.attention.routers.common import masked_mean, route_sequences
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
@@ -110,7 +110,11 @@ class HeadMixtureAttention(RoutedLayer):
     ):
         # Not super(): a subclass may have a second base, whose __init__ takes other arguments.
         nn.Module.__init__(self)
-        _refuse_unknown(router=router, executor=executor, scope=scope, route_by=route_by)
+        _refuse_unknown(executor=executor, scope=scope, route_by=route_by)
+        chooser = router_class(router)
+        if scope not in chooser.scopes:
+            allowed = " or ".join(map(repr, chooser.scopes))
+            raise ValueError(f"scope {scope!r}: router {router!r} takes {allowed}")
         if kv_heads is None:
             kv_heads = budget.heads
         if kv_heads < 1 or budget.heads % kv_heads:
@@ -129,7 +133,7 @@ class HeadMixtureAttention(RoutedLayer):
         self.attn_drop = nn.Dropout(attn_drop)
         self.qk_norm = qk_norm
         self.q_dim = budget.heads * budget.head_dim
-        self.needs_query = ROUTERS[router].needs_query
+        self.needs_query = chooser.needs_query
 
         self.add_inputs(dim, qkv_bias, **dd)
         self.q_norm: nn.Module = nn.Identity()
@@ -138,13 +142,13 @@ class HeadMixtureAttention(RoutedLayer):
             self.q_norm = norm_layer(budget.head_dim, **dd)
             self.k_norm = norm_layer(budget.head_dim, **dd)
         self.router_kwargs = dict(router_kwargs or {})
-        self.router = ROUTERS[router](dim, budget, **self.router_kwargs, **dd)
-        if getattr(self.router, "group", 1) not in (1, budget.heads // kv_heads):
+        self.router = chooser(dim, budget, **self.router_kwargs, **dd)
+        if self.router.group not in (1, budget.heads // kv_heads):
             raise ValueError(
                 f"router_kwargs: group={self.router.group} is neither 1 nor {budget.heads // kv_heads}, the query heads of one "
                 f"key-value head ({budget.heads} heads, kv_heads={kv_heads})"
             )
-        if self.by_context and (self.router.reads != "sequence" or scope != "token"):
+        if self.by_context and (self.router.choice != "sequence" or scope != "token"):
             raise ValueError(
                 f"route_by 'context' needs a router that chooses once for a sequence, which {router!r} "
                 f"with scope {scope!r} and {router_kwargs or 'its defaults'} does not: give mae with pool 'sequence'"
@@ -380,7 +384,7 @@ class HeadMixtureAttention(RoutedLayer):
             The call with its routing and `product` or `attended`; as it was, if no operator can do it.
         """
         router = self.router
-        linear = getattr(router, "routes_linearly", False) and unhooked(router)
+        linear = router.routes_linearly and unhooked(router)
         if self.scope != "token" or not linear or not self.fused_attn:
             return call
         if not self.projects_at_once() or call.mode == "traced":
@@ -505,11 +509,8 @@ class HeadMixtureAttention(RoutedLayer):
 
 
 def _refuse_unknown(**given: str) -> None:
-    allowed = dict(router=ROUTERS, executor=EXECUTORS, scope=SCOPES, route_by=ROUTE_BY)
+    allowed = dict(executor=EXECUTORS, scope=SCOPES, route_by=ROUTE_BY)
     for name, value in given.items():
         if value not in allowed[name]:
-            hint = ""
-            if name == "router":
-                hint = "; one of your own is known where its file is imported first, as by --imports FILE"
             known = ", ".join(sorted(allowed[name]))
-            raise ValueError(f"{name} {value!r} is not one of {known}{hint}")
+            raise ValueError(f"{name} {value!r} is not one of {known}")

@@ -61,7 +61,7 @@ def moa_balance_loss(
     its probability; f and P are each normalised to sum to 1 over experts. At perfect balance the loss is 1.
 
     Args:
-        stats: one entry per layer with router "moa".
+        stats: one entry per layer whose router has this loss.
         all_reduce: sums a tensor over processes and returns the sum, so that f counts the tokens of all processes.
     """
     losses = []
@@ -146,6 +146,10 @@ def head_usage(stats: Sequence[RoutingStats]) -> list[Tensor]:
     return [runs[:-1] / runs[-1].clamp_min(1) for runs in head_runs(stats)]
 
 
+# The losses that a router may state in `aux_loss` -> names of their weights.
+AUX_LOSSES = dict(moh=("balance_weight",), moa=("moa_balance_weight", "z_weight"))
+
+
 class RoutedTask(nn.Module):
     """Holds a model with head routing, and adds its routers' auxiliary losses to the loss of the task.
 
@@ -171,6 +175,12 @@ class RoutedTask(nn.Module):
         layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
         # One entry per layer, in the order of the statistics.
         self.aux_losses = [layer.router.aux_loss for layer in layers]
+        for layer, aux_loss in zip(layers, self.aux_losses):
+            if aux_loss and aux_loss not in AUX_LOSSES:
+                raise ValueError(
+                    f"aux_loss {aux_loss!r} of {type(layer.router).__name__} is not one of {', '.join(AUX_LOSSES)}, "
+                    "nor '' for none"
+                )
 
     def losses(self, task_loss: Tensor, stats: list[RoutingStats]) -> dict:
         """Return the losses of a micro-batch.
@@ -183,13 +193,12 @@ class RoutedTask(nn.Module):
             dict(loss, task_loss, balance_loss, head_runs); with MoA layers also moa_balance_loss and z_loss. Only "loss",
             their weighted sum, has a gradient. "head_runs" is what `moh_vision.attention.head_runs` returns.
         """
-        moh = []
-        moa = []
+        by_loss: dict[str, list[RoutingStats]] = {aux_loss: [] for aux_loss in AUX_LOSSES}
         for s, aux_loss in zip(stats, self.aux_losses, strict=True):
-            if aux_loss == "moh":
-                moh.append(s)
-            elif aux_loss == "moa":
-                moa.append(s)
+            if aux_loss:
+                by_loss[aux_loss].append(s)
+        moh = by_loss["moh"]
+        moa = by_loss["moa"]
 
         terms = {}
         if moh:

@@ -16,7 +16,7 @@ from moh_vision.attention.executors.groups import (
     ReferenceGroups,
 )
 from moh_vision.attention.routed_layer import RoutedLayer
-from moh_vision.attention.routers import ROUTERS
+from moh_vision.attention.routers import ROUTERS, router_class
 from moh_vision.attention.routers.common import route_sequences
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
@@ -73,8 +73,9 @@ class GroupMixtureMlp(RoutedLayer):
             raise ValueError(f"scope {scope!r}: {PER_TOKEN}")
         if executor not in EXECUTORS:
             raise ValueError(f"executor {executor!r} is not one of {', '.join(sorted(EXECUTORS))}")
-        allowed = [name for name, cls in ROUTERS.items() if reads_one_vector(cls)]
-        if router not in allowed:
+        chooser = router_class(router)
+        if not chooser.chooses_from_a_vector():
+            allowed = [name for name, cls in ROUTERS.items() if cls.chooses_from_a_vector()]
             raise ValueError(
                 f"router {router!r} cannot choose groups of an MLP: give one of {', '.join(allowed)}"
             )
@@ -93,7 +94,7 @@ class GroupMixtureMlp(RoutedLayer):
         self.fc2 = nn.Linear(self.q_dim, dim, bias=bias, **dd)
         self.drop2 = nn.Dropout(output_drop)
         self.router_kwargs = dict(router_kwargs or {})
-        self.router = ROUTERS[router](dim, budget, **self.router_kwargs, **dd)
+        self.router = chooser(dim, budget, **self.router_kwargs, **dd)
 
     @property
     def projections(self) -> tuple[nn.Module, ...]:
@@ -133,8 +134,3 @@ class GroupMixtureMlp(RoutedLayer):
     def extra_repr(self) -> str:
         b = self.budget
         return f"{b.active} of {b.heads} groups of width {b.head_dim} active ({b.shared} shared + {b.routed} routed)"
-
-
-def reads_one_vector(router_class: type) -> bool:
-    """Return whether a router chooses from one vector alone, without queries and other tokens."""
-    return router_class.reads == "token" and not router_class.needs_query

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import (
+    GROUPS,
     BudgetSpec,
     HeadBudget,
     change_budget,
     log,
-    naming,
     shaped,
 )
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.mlp import GroupMixtureMlp
 from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routing import Routing
 
 
@@ -45,6 +46,11 @@ def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
 def mlp_layers(model: nn.Module) -> list[GroupMixtureMlp]:
     """Return every `GroupMixtureMlp` of a model, in order; none where the MLPs are dense."""
     return [module for module in model.modules() if isinstance(module, GroupMixtureMlp)]
+
+
+def routers_of(model: nn.Module) -> list[Router]:
+    """Return the router of every routed layer of a model, of attention and of MLPs, in the order of `model.modules()`."""
+    return [layer.router for layer in model.modules() if isinstance(layer, RoutedLayer)]
 
 
 class ModelBudgets(NamedTuple):
@@ -94,7 +100,7 @@ def model_budgets(model: nn.Module) -> ModelBudgets:
 
 def head_groups(model: nn.Module) -> list[int]:
     """Return how many heads each layer of a model chooses together, see `QueryNormRouter`."""
-    return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
+    return [layer.router.group for layer in attention_layers(model)]
 
 
 def budgets_at(model: nn.Module, spec: BudgetSpec) -> ModelBudgets:
@@ -133,9 +139,8 @@ def groups_at(model: nn.Module, spec: BudgetSpec) -> tuple[BudgetSpec, tuple[Hea
             f"mlp_budget {spec!r}: the MLPs of {type(model).__name__} are dense; make it with mlp_budget, or convert a dense model "
             "with moh_vision.convert(model, scope='sample', mlp_budget=...)"
         )
-    spec = shaped(spec, getattr(model, "mlp_budget_shape", None) or "ramp", "mlp_budget")
-    with naming("mlp_budget"):
-        return spec, change_budget(spec, groups)
+    spec = shaped(spec, getattr(model, "mlp_budget_shape", None) or "ramp", GROUPS)
+    return spec, change_budget(spec, groups, parts=GROUPS)
 
 
 def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:
@@ -160,14 +165,14 @@ def _warn_once_of_shape() -> None:
 
 
 def set_budgets(layers: Sequence[RoutedLayer], budgets: Sequence[HeadBudget]) -> None:
-    """Give layers other budgets. A layer whose number of shared heads changes gets a new, untrained router."""
+    """Give layers other budgets. A layer whose number of shared heads changes gets a new, untrained router, see `Router.fits`."""
     for layer, budget in zip(layers, budgets, strict=True):
-        if budget.shared != layer.budget.shared:
+        if not layer.router.fits(budget):
             layer.router = new_router(layer, budget)
         layer.router.budget = budget
 
 
-def new_router(layer: RoutedLayer, budget: HeadBudget) -> nn.Module:
+def new_router(layer: RoutedLayer, budget: HeadBudget) -> Router:
     """Make an untrained router for a layer with another budget; class, options, device, dtype and mode stay the same."""
     weight = next(layer.parameters())
     router_class = type(layer.router)
@@ -188,11 +193,7 @@ def single_routed(model: nn.Module) -> str | None:
         ("head in layers", attention_layers(model)),
         ("group in MLPs", mlp_layers(model)),
     ):
-        single = [
-            index
-            for index, layer in enumerate(layers)
-            if layer.budget.routed == 1 and getattr(layer.router, "released", False)
-        ]
+        single = [index for index, layer in enumerate(layers) if layer.router.only_balance_trains()]
         if single:
             found.append(f"one routed {words} {single}")
     if not found:
@@ -216,10 +217,8 @@ def init_routers(model: nn.Module) -> None:
     """Initialise routers as their papers prescribe (zero weights of MoA and "gated", MAE's experts). Call it after initialising the model."""
     for module in model.modules():
         if isinstance(module, RoutedLayer):
-            for name in ("init_weights", "init_non_persistent_buffers"):
-                initialise = getattr(module.router, name, None)
-                if initialise is not None:
-                    initialise()
+            module.router.init_weights()
+            module.router.init_non_persistent_buffers()
 
 
 def head_budget(model: nn.Module) -> dict:

@@ -8,6 +8,7 @@ from torch import nn
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.executors import Executor
 from moh_vision.attention.executors.plan import Plan, Plans, plan_call
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routing import Call, RoutingForm
 
 
@@ -33,7 +34,7 @@ class RoutedLayer(nn.Module):
     head_dim: int
     kv_heads: int
     q_dim: int
-    router: nn.Module
+    router: Router
     scope: str
     executor: str | type[Executor]
     qk_norm = False
@@ -51,6 +52,11 @@ class RoutedLayer(nn.Module):
     def budget(self) -> HeadBudget:
         """The budget of the router, which `set_budgets` changes."""
         return self.router.budget
+
+    @property
+    def chooses_once(self) -> bool:
+        """Whether all tokens of a sequence share one choice."""
+        return self.scope == "sample" or self.router.choice == "sequence"
 
     @cached_property
     def plans(self) -> Plans:

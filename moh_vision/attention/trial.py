@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors import Executor
-from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing
 from moh_vision.common.errors import class_and_message
 
@@ -279,10 +278,8 @@ def copied(layer: nn.Module) -> nn.Module:
     duplicate.__dict__.pop("plan", None)
     duplicate._forward_pre_hooks.clear()
     duplicate._forward_pre_hooks_with_kwargs.clear()
-    for module in duplicate.modules():
-        if isinstance(module, GateNorm):
-            # Only the main process measures: an all-reduce would wait forever.
-            module.over_processes = False
+    # Only the main process measures: an all-reduce would wait forever.
+    duplicate.router.run_alone()
     return duplicate
 
 

@@ -31,9 +31,9 @@ class EvalDataConfig(ImagesConfig):
     """Validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1) or the longer
     ("border"); left out: the model's own with augment imagenet, else "squash"."""
     val_fraction: float | None = key(None, gt=0, lt=1)
-    """About this share of the images is kept for validation where data.root is a folder without validation images:
-    train/CLASS/*.jpg alone, or CLASS/*.jpg. The content of a file decides, so that copies stay together and new files move
-    no others. Left out: such a folder is refused. Refused on the command line for other data."""
+    """About this share of the images is kept for validation where data.root has no split for it, such as CLASS/*.jpg. The
+    content of an image decides, so that copies stay together and new images move no others. Left out: such data are
+    refused. Refused on the command line for data with a validation split, and for streams."""
     eval_batch_size: int = key(256, ge=1, free=True)
     """Images at a time in validation, on each process."""
 

@@ -1,6 +1,5 @@
 """Other labels and other images for ImageNet's classes: ReaL, V2, A, R and Sketch, by timm's label maps."""
 
-import os
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,21 +11,18 @@ from timm.data.real_labels import RealLabelsImagenet
 from torch import nn
 
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.data.folder import ImageFolder
-from moh_vision.data.shards import Shards
-from moh_vision.data.sources import ImageSource
-from moh_vision.data.splits import has_split, match_classes, open_source, with_classes
+from moh_vision.data.sources import ImageSource, Subset
+from moh_vision.data.splits import has_splits, match_classes, open_source, with_classes
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
 IMAGENET = ImageNetInfo().label_names()  # the 1,000 synsets, sorted: IMAGENET[c] is class c
 
 
-class Relabelled(ImageSource):
+class Relabelled(Subset):
     """Samples of a source with other labels.
 
     Args:
-        source: the images.
-        indices: which samples of `source` are taken.
+        source, indices: see `Subset`.
         labels: class numbers [n] or, where several are right, [n, L]; an image with fewer than L repeats the first.
         columns: which of ImageNet's 1,000 classes a classifier chooses from; they are columns of its logits.
     """
@@ -34,20 +30,10 @@ class Relabelled(ImageSource):
     def __init__(
         self, source: ImageSource, indices: Sequence[int], labels: np.ndarray, columns: list[int]
     ):
-        self.source = source
-        self.indices = np.asarray(indices)
+        super().__init__(source, indices)
         self.labels = labels
         self.columns = columns
         self.classes = [IMAGENET[c] for c in columns]
-        self.name = source.name
-        self.channels = source.channels
-        self.remarks = source.remarks
-
-    def read(self, index: int) -> bytes | np.ndarray:
-        return self.source.read(int(self.indices[index]))
-
-    def where(self, index: int) -> str:
-        return self.source.where(int(self.indices[index]))
 
 
 class SomeClasses(ClassificationTask):
@@ -63,16 +49,16 @@ class SomeClasses(ClassificationTask):
 
 
 def open_labelled(root: str, labels: Labels) -> Relabelled:
-    """Open the images of a label set: the val split of `root` or, if there is none, the class folders in `root`.
+    """Open the images of a label set: the val split of `root`, or all images of a folder without splits.
 
     "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without labels. The other
     sets take an image's label from the name of its class folder: a synset or, in V2, a class number. "a" and "r" have
     200 classes; a classifier chooses among these alone.
     """
-    if os.path.isdir(root) and not has_split(root, "val"):
-        source = ImageFolder(root)
-    else:
-        source = open_source(root, "val")
+    split = "train"  # all images of a folder that has no splits
+    if has_splits(root):
+        split = "val"
+    source = open_source(root, split)
     columns = list(range(len(IMAGENET)))
     if labels == "real":
         right_classes = _real_labels(root, source)
@@ -125,7 +111,7 @@ def refuse_other_classifier(
 def _real_labels(root: str, source) -> list[list[int]]:
     """Return all right classes of each image; some have none."""
     of_file = RealLabelsImagenet(range(50_000)).real_labels
-    files = file_names(root, source)
+    files = source.file_names()
     if files is None:
         raise ValueError(
             f"data.root {root}: --labels real needs the names of the files: class folders, or shards with the "
@@ -141,23 +127,6 @@ def _real_labels(root: str, source) -> list[list[int]]:
     return [of_file[name] for name in names]
 
 
-def image_names(root: str, source) -> list[str]:
-    """Return the file of each validated sample or, if unknown, where the sample is in the source."""
-    if isinstance(source, Relabelled):
-        names = image_names(root, source.source)
-        return [names[n] for n in source.indices]
-    return file_names(root, source) or [source.where(n) for n in range(len(source))]
-
-
-def file_names(root: str, source) -> list[str] | None:
-    """Return the file of each sample of the val split; None if unknown."""
-    if isinstance(source, ImageFolder):
-        return [source.where(n) for n in range(len(source))]
-    listing = Path(root) / "val.files.txt"
-    if not isinstance(source, Shards) or not listing.is_file():
-        return None
-    text = listing.read_text("utf-8", "backslashreplace")  # other bytes do not raise
-    names = text.removesuffix("\n").split("\n")  # splitlines would also split at U+2028
-    if len(names) != len(source):
-        raise ValueError(f"{listing}: {len(names)} files, but the shards hold {len(source)} images")
-    return names
+def image_names(source: ImageSource) -> list[str]:
+    """Return the file of each sample or, if unknown, where the sample is in the source."""
+    return source.file_names() or [source.where(index) for index in range(len(source))]

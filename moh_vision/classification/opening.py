@@ -10,6 +10,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moh_vision.attention.routers import is_plain
 from moh_vision.classification.config import EvalDataConfig, OpenedClsConfig
 from moh_vision.classification.labels import IMAGENET, open_labelled, refuse_other_classifier
 from moh_vision.classification.scores import validate
@@ -230,7 +231,7 @@ def open_classifier(
     if by_timm:
         name, saved_arguments, cfg = _saved_by_timm(path)
         model, metadata = to_validate(path, name, saved_arguments, data.img_size)
-        if saved_arguments.get("router") == "dense":
+        if is_plain(saved_arguments.get("router")):
             # The model is created as moh_vit. Messages show the name of timm's model, as the folder does.
             name = saved_arguments.get("base") or name
         metadata.update(brings_model=True, architecture=name.split(".")[0])

@@ -52,7 +52,6 @@ from moh_vision.models.class_names import assumed_order, indices_of
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
-from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
@@ -120,9 +119,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     img_size = model_setup.arguments["img_size"]
-    descent = BlockDescent(
-        accelerator, model, mae_routers(model), config.compile, config.block_descent
-    )
+    descent = BlockDescent(accelerator, model, config.compile, config.block_descent)
     sampler = PositionSampler(
         source.shard_sizes,
         group=data.shuffle_shards,

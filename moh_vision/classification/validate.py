@@ -44,7 +44,7 @@ def report(config: ValidateConfig, accelerator) -> None:
     val = opened.splits["val"]
     names: list[str] = []
     if config.predictions:
-        names = image_names(config.data.root, val)
+        names = image_names(val)
     if config.labels:
         task = SomeClasses(opened.model, val.columns)
         split = config.labels

@@ -2,9 +2,9 @@
 
 python -m moh_vision predict RUN IMAGE_OR_FOLDER ... --output classes.json
 
-RUN comes first: a classifier's run, a folder saved by publish or timm, or weights with --model.NAME; then images
-and other options of validate.py. An unreadable image is named on stderr; the others go on, and the exit
-code is 2.
+RUN comes first: a classifier's run, a folder saved by publish or timm, or weights with --model.NAME; then images,
+or whole data sets as data.root names them, and other options of validate.py. An unreadable image is named on
+stderr; the others go on, and the exit code is 2.
 """
 
 import math
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
+from moh_vision.classification.labels import image_names
 from moh_vision.common.progress import say
 from moh_vision.data import folder
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
@@ -23,7 +24,8 @@ from moh_vision.data.first_look import lost_of
 from moh_vision.data.folder import IMAGES, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
-from moh_vision.data.sources import ListedFiles
+from moh_vision.data.sources import ImageSource, Joined, ListedFiles
+from moh_vision.data.splits import open_source, splits_of
 from moh_vision.engine.logging import write_json
 from moh_vision.opening import kind_of, open_run
 
@@ -46,24 +48,25 @@ class NamedBadSamples(BadSamples):
         super().check(bad)
 
 
-def image_files(paths: Sequence[str]) -> list[str]:
-    """Return the files in `paths`; each folder is replaced by all images below it, sorted."""
-    files = []
-    for path in paths:
-        if os.path.isdir(path):
-            images, left_out = folder.image_files(Path(path))
-            if not images:
-                raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
+def open_images(path: str) -> list[ImageSource]:
+    """Open an image file, all images below a folder, or else all splits of a data set."""
+    is_folder = os.path.isdir(path)
+    if is_folder:
+        images, left_out = folder.image_files(Path(path))
+        if images:
             if left_out:
                 print(left_out_line(path, left_out), file=sys.stderr, flush=True)
-            files += [os.path.join(path, name) for name in images]
-        elif os.path.isfile(path):
-            files.append(path)
-        elif os.path.exists(path):
-            raise FileNotFoundError(f"{path}: not a file or folder")
-        else:
-            raise FileNotFoundError(f"{path}: no such file")
-    return files
+            return [ListedFiles([os.path.join(path, name) for name in images])]
+    splits = splits_of(path)
+    if splits:
+        return [open_source(path, split, "predict") for split in sorted(splits)]
+    if is_folder:
+        raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)}) or shards")
+    if os.path.isfile(path):
+        return [ListedFiles([path])]
+    if os.path.exists(path):
+        raise FileNotFoundError(f"{path}: not a file or folder")
+    raise FileNotFoundError(f"{path}: no such file")
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
@@ -99,7 +102,12 @@ def options(add) -> None:
         metavar="RUN",
         help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
     )
-    add("images", nargs="+", metavar="IMAGE_OR_FOLDER", help="image files, and folders of them")
+    add(
+        "images",
+        nargs="+",
+        metavar="IMAGE_OR_FOLDER",
+        help="image files, folders of them, and data sets, as data.root names them",
+    )
     add("--top", type=int, default=5, metavar="N", help="classes of each image (5)")
     add("--output", metavar="FILE", help="a new .json with what is printed")
 
@@ -107,7 +115,8 @@ def options(add) -> None:
 def work(options) -> None:
     if options.top < 1:
         raise ValueError(f"--top {options.top}: expected 1 or more")
-    files = image_files(options.images)
+    sources = [source for path in options.images for source in open_images(path)]
+    names_of_images = [name for source in sources for name in image_names(source)]
     wing = kind_of(options.run, options.rest)
     if wing != "classification":
         raise ValueError(f"{options.run} is a {wing} model; expected a classifier")
@@ -126,15 +135,17 @@ def work(options) -> None:
         print(unnamed, file=sys.stderr, flush=True)
     # On stderr, so that stdout has nothing but the rows.
     print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)
-    unreadable = NamedBadSamples(len(files), max_fraction=1.0)
+    unreadable = NamedBadSamples(len(names_of_images), max_fraction=1.0)
     batch_size = opened.config.data.eval_batch_size
-    slices = rank_slice(len(files), rank=0, world=1, batch_size=batch_size)
+    slices = rank_slice(len(names_of_images), rank=0, world=1, batch_size=batch_size)
     transform = validation_transform(model.pretrained_cfg)
-    source = ListedFiles(files)
-    source.decoding = opened.decoding
-    for line in lost_of(source):
+    for source in sources:
+        source.decoding = opened.decoding
+    joined = Joined(sources)
+    joined.decoding = opened.decoding
+    for line in lost_of(joined):
         print(line, file=sys.stderr, flush=True)
-    images = LabelledImages(source, transform, seed=0, replace_unreadable=False)
+    images = LabelledImages(joined, transform, seed=0, replace_unreadable=False)
     workers = 0  # for a single batch it does not pay to start worker processes
     if len(slices) > 1:
         workers = opened.config.data.workers
@@ -143,12 +154,12 @@ def work(options) -> None:
     for number, likeliest in predict(model, batches, accelerator, options.top):
         if math.isnan(likeliest[0][1]):
             raise ValueError(
-                f"{files[number]}: the classifier's logits are NaN or infinite; weights of {metadata['weights']}"
+                f"{names_of_images[number]}: the classifier's logits are NaN or infinite; weights of {metadata['weights']}"
             )
         classes = [(names[index], probability) for index, probability in likeliest]
-        predictions.append(dict(image=files[number], classes=classes))
+        predictions.append(dict(image=names_of_images[number], classes=classes))
         shown = " | ".join(f"{100 * probability:.2f} % {name}" for name, probability in classes)
-        is_read = say(f"{files[number]}: {shown}")
+        is_read = say(f"{names_of_images[number]}: {shown}")
         # Stop if nobody reads stdout any more, as after `| head`, and no file is to be written.
         if not is_read and not options.output:
             return
@@ -161,4 +172,6 @@ def work(options) -> None:
         )
         write_json(Path(options.output), record)
     if unreadable.seen:
-        raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")
+        raise ValueError(
+            f"{len(unreadable.seen)} of {len(names_of_images)} images could not be read"
+        )

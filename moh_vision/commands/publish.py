@@ -20,6 +20,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from moh_vision.attention import head_budget, model_budgets
+from moh_vision.attention.routers import is_plain
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
@@ -152,7 +153,7 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
         title = cfg["architecture"] = title.removeprefix("moh_")
         model, arguments = plain
     shown = title
-    if arguments.get("base") and router not in (None, "dense"):
+    if arguments.get("base") and router is not None and not is_plain(router):
         shown = f"{title} converted to {router}"
     shown = full_name(shown, arguments)
     model.pretrained_cfg = model.default_cfg = cfg
@@ -175,7 +176,7 @@ def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, di
 
     Return None if the model routes heads, or timm has no model with these arguments and tensors.
     """
-    if arguments.get("router") != "dense" or not timm.is_model(name):
+    if not is_plain(arguments.get("router")) or not timm.is_model(name):
         return None
     theirs = {key: value for key, value in arguments.items() if key not in ROUTING}
     try:

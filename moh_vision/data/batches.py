@@ -25,7 +25,6 @@ from moh_vision.common.seeds import derive_seed
 from moh_vision.data.decode import BadSamples, UnreadableImage, center_crop
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.sources import BadSample, Sample, Source
-from moh_vision.data.stream import ShardStream
 from moh_vision.data.workers import leave_signals_to_the_parent
 
 MAX_BAD_IN_A_ROW = 100
@@ -252,10 +251,10 @@ def training_loader(
         prepare: maps every batch, in this process; for example, it moves the batch to the device.
     """
     joined = partial(collate, mixing=mixing)
-    if isinstance(images.source, ShardStream):
-        order = dict(dataset=StreamDataset(images, sampler, joined), batch_size=None)
-    else:
+    if images.source.exact_order:
         order = dict(dataset=images, batch_sampler=sampler, collate_fn=joined)
+    else:
+        order = dict(dataset=StreamDataset(images, sampler, joined), batch_size=None)
     # torch refuses a prefetch_factor without workers.
     ahead = dict(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
     return Loader(images, bad, workers, prepare, **order, **ahead)

@@ -16,8 +16,6 @@ MOST_READ = 20_000  # training images of the sizes that these have, evenly sprea
 
 def warn_of_copies(named: str, train: Source, val: ImageSource, say: Callable) -> None:
     """Warn if images of the validation are also in the training split, with two names."""
-    if not isinstance(train, ImageSource):  # a stream has no images to look at before training
-        return
     pairs, looked_at = copies(train, val)
     if pairs:
         of_val, of_train = pairs[0]
@@ -28,12 +26,12 @@ def warn_of_copies(named: str, train: Source, val: ImageSource, say: Callable) -
 
 
 def copies(
-    train: ImageSource, val: ImageSource, look_at: int = LOOKED_AT, read: int = MOST_READ
+    train: Source, val: ImageSource, look_at: int = LOOKED_AT, read: int = MOST_READ
 ) -> tuple[list[tuple[int, int]], int]:
     """Return (index in val, index in train) of images with the same bytes, and how many of val were looked at.
 
     Args:
-        train, val: the splits.
+        train, val: the splits. A stream has no images to look at before training.
         look_at: the largest number of images of `val` that are looked at.
         read: the largest number of images of `train` that are read.
     """

@@ -5,26 +5,21 @@ timm's ImageFolder numbers the same folders in another order, and takes the inne
 """
 
 import copy
-import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from moh_vision.common.errors import some_of
 from moh_vision.common.io import composed
-from moh_vision.common.progress import Progress
-from moh_vision.data.sources import ImageSource, file_size, read_file
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.sources import MIDDLE, ImageSource, file_size, middle_of, read_file
 
 # The extensions that are looked for.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
-# Bytes in the middle of a file that, with its size, decide about its part of a division: pixels, not a header that many
-# files share. To read whole files would take as long as an epoch.
-MIDDLE = 16_384
 # Folders of these names are not taken for classes where no folder says what is trained on.
 SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
@@ -128,25 +123,6 @@ def split_folders(root: str | Path) -> dict[str, Path]:
     return {"train" if name == "train" else "val": root / name for name in present}
 
 
-def undivided_folder(root: str | Path) -> Path | None:
-    """Return the folder of images in `root` that has no validation images beside it; None if there is none.
-
-    That is ROOT/train; or `root` if it holds images and no folders, or if its folders are classes: none has a name of a
-    split, and one or more hold images outside of further folders.
-    """
-    root = Path(root)
-    if not root.is_dir() or any(root.glob("*.tar")):
-        return None
-    folders = split_folders(root)
-    if folders:
-        return None if "val" in folders else folders["train"]
-    classes = subfolders(root)
-    if SPLIT_NAMES.intersection(name.lower() for name in classes):
-        return None
-    folders = [root / name for name in classes] or [root]
-    return root if any(map(_holds_images_directly, folders)) else None
-
-
 def _is_image(entry: os.DirEntry) -> bool:
     return entry.name.lower().endswith(IMAGES) and not entry.name.startswith(".")
 
@@ -159,27 +135,29 @@ def _holds_images(folder: Path) -> bool:
     return any(_is_image(entry) for entry, _ in walk(folder, ""))
 
 
-def content_hash(path: str, name: str) -> int:
-    """Return 64 bits that follow from the size of a file and the MIDDLE bytes in its middle.
-
-    They follow from `name` for a file that cannot be read, which the run reports when it comes to it.
-    """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            middle = os.pread(file.fileno(), MIDDLE, max(0, size - MIDDLE) // 2)
-        digest = hashlib.sha256(f"{size} ".encode() + middle)
-    except OSError:
-        digest = hashlib.sha256(os.fsencode(name))
-    return int.from_bytes(digest.digest()[:8], "big")
-
-
 class ImageFolder(ImageSource):
     """Images in FOLDER/CLASS/..., at any depth; if there are no folders in FOLDER, images in FOLDER without classes.
 
     Classes are sorted by name, and a class's images by path, so that the same folder gives the same sample indices.
     `name` is the name of the data set.
+
+    As data.root this is a folder of splits; `UndividedFolder` takes the others.
     """
+
+    takes = "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or without CLASS for train_dit.py"
+
+    @classmethod
+    def opens(cls, root: str) -> bool:
+        return Path(root).is_dir() and bool(split_folders(root))
+
+    @classmethod
+    def splits(cls, root: str) -> Collection[str]:
+        return split_folders(root)
+
+    @classmethod
+    def open(cls, root: str, split: str, key: str) -> Self:
+        cls.refuse_missing(root, split, key)
+        return cls(split_folders(root)[split], Path(root).name)
 
     def __init__(self, folder: str | Path, name: str = ""):
         self.folder = Path(folder)
@@ -194,16 +172,16 @@ class ImageFolder(ImageSource):
                 )
         paths = []
         labels = []
-        self.left_out = []
+        all_left_out = []
         if self.classes:
-            self.left_out = sorted(
+            all_left_out = sorted(
                 (entry.name, "outside of the class folders")
                 for entry in os.scandir(folder)
                 if not entry.is_dir() and not entry.name.startswith(".")
             )
         for label, name in enumerate(folders or [""]):
             files, left_out = image_files(self.folder / name, name and f"{name}/")
-            self.left_out += left_out
+            all_left_out += left_out
             if not files:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
                 raise ValueError(
@@ -214,74 +192,38 @@ class ImageFolder(ImageSource):
         # One array of bytes: a list of a million strings would be copied into every loader process.
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
-        self.divided: list[str] = []  # lines on the division, of a part that `divide` has made
+        left_out_here = left_out_line(folder, all_left_out)
+        if left_out_here:
+            self.remarks = [left_out_here]
 
-    @property
-    def remarks(self) -> list[str]:
-        left_out = left_out_line(self.folder, self.left_out)
-        return [line for line in (left_out, *self.divided) if line]
-
-    def divide(self, val_fraction: float) -> dict[str, Self]:
-        """Return {"train": images, "val": images}, about `val_fraction` of them in "val".
-
-        An image is in "val" if `content_hash` of its file is below the share, which other files do not change. So copies
-        stay together, and new files move no others. A class may have no images in "val". Where all images of a class would
-        be there, one of them and its copies are in "train"; that one moves when the class gets others.
-        """
-        numbers = Progress.over(range(len(self)), f"dividing {self.folder}", "image")
-        hashes = np.array([content_hash(self.where(i), self.path(i)) for i in numbers], np.uint64)
-        share = np.uint64(val_fraction * 2**64)
-        highest = np.zeros(len(self.classes) or 1, np.uint64)  # hash in each class
-        np.maximum.at(highest, self.labels, hashes)
-        kept = np.flatnonzero(highest < share)  # classes whose images are all below the share
-        in_val = (hashes < share) & ~np.isin(hashes, highest[kept])  # [N]
-        if not in_val.any():
-            raise ValueError(
-                f"{self.folder}: none of its {len(self)} images falls into val_fraction {val_fraction:g} for validation; "
-                "give a larger one, or put the images into train and val"
-            )
-        parts = {"train": self.subset(~in_val), "val": self.subset(in_val)}
-        lines = [
-            f"{in_val.sum()} of the {len(self)} images in {self.folder} are for validation alone"
-        ]
-        if self.classes:
-            lines += self._lines_on_classes(kept, set(parts["val"].labels.tolist()))
-        for part in parts.values():
-            part.divided = lines
-        return parts
-
-    def _lines_on_classes(self, kept: Iterable[int], in_val: set[int]) -> list[str]:
-        """Return lines on the classes of a division without images in "val", and on those that have `kept` one of all."""
-        lines = []
-        without = [name for c, name in enumerate(self.classes) if c not in in_val]
-        if without:
-            shown = some_of(without, 5)
-            count = f"{len(without)} of {len(self.classes)} classes"
-            lines.append(f"{count} have no image for validation: {shown}")
-        names = some_of([self.classes[c] for c in kept], 5)
-        if names:
-            lines.append(
-                f"all images of {names} would be for validation: one of a class is trained on, until it has others"
-            )
-        return lines
-
-    def subset(self, keep: np.ndarray) -> Self:
-        """Return a source of the images where the mask `keep` [N] is true, with the same classes."""
+    def subset(self, keep: np.ndarray, remarks: Sequence[str]) -> Self:
         source = copy.copy(self)
         source.files = self.files[keep]
         source.labels = self.labels[keep]
         source.shard_sizes = (len(source),)  # not the cached one of all images
+        source.remarks = [*self.remarks, *remarks]
         return source
 
     def read(self, index: int) -> bytes:
         return read_file(self.where(index), self.where(index))
 
     def path(self, index: int) -> str:
-        """Return the path of a sample below the folder of the split."""
         return os.fsdecode(bytes(self.files[index]))
 
     def where(self, index: int) -> str:
         return os.path.join(self.folder, self.path(index))
+
+    def file_names(self) -> list[str]:
+        return [self.where(index) for index in range(len(self))]
+
+    def size_and_middle(self, index: int) -> tuple[int, bytes]:
+        path = self.where(index)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                return size, os.pread(file.fileno(), MIDDLE, middle_of(size))
+        except OSError as error:
+            raise UnreadableImage(f"{path}: {error.strerror}") from None
 
     def sizes(self) -> np.ndarray:
         return np.array([file_size(self.where(index)) for index in range(len(self))], np.int64)
@@ -293,3 +235,32 @@ class ImageFolder(ImageSource):
         for index, name in enumerate(self.files):
             status = os.stat(self.where(index))
             yield bytes(name) + repr((status.st_size, status.st_mtime_ns)).encode()
+
+
+class UndividedFolder(ImageFolder):
+    """ROOT/CLASS/... or ROOT/*.jpg: a folder of images, or of classes, none of which has the name of a split.
+
+    One class or more has images outside of further folders. All images are "train".
+    """
+
+    takes = "a folder with CLASS/*.jpg, or with *.jpg for train_dit.py, without further splits"
+    has_splits = False
+
+    @classmethod
+    def opens(cls, root: str) -> bool:
+        if not Path(root).is_dir() or split_folders(root):
+            return False
+        classes = subfolders(root)
+        if SPLIT_NAMES.intersection(name.lower() for name in classes):
+            return False
+        folders = [Path(root, name) for name in classes] or [Path(root)]
+        return any(map(_holds_images_directly, folders))
+
+    @classmethod
+    def splits(cls, root: str) -> Collection[str]:
+        return ("train",)
+
+    @classmethod
+    def open(cls, root: str, split: str, key: str) -> Self:
+        cls.refuse_missing(root, split, key)
+        return cls(root, Path(root).name)

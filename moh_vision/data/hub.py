@@ -1,7 +1,8 @@
 """Images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -24,17 +25,22 @@ def hub_split(root: str, names: Sequence[str], key: str = "data.root"):
         names: of splits, in order of preference.
         key: the option that named `root`, for messages.
     """
-    import datasets
-
-    name, _, config = root.removeprefix(PREFIX).partition(":")
-    try:
-        splits = datasets.load_dataset(name, config or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{key} {root}: {error}") from None
+    splits = _all_splits(root, f"{key} {root}")
     split = next((s for s in names if s in splits), None)
     if split is None:
         raise NoSplit(f"{key} {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
     return splits[split], f"{root}, split {split}"
+
+
+def _all_splits(root: str, named: str):
+    """Return the tables of all splits of a data set, by their names; messages call it `named`."""
+    import datasets
+
+    name, _, config = root.removeprefix(PREFIX).partition(":")
+    try:
+        return datasets.load_dataset(name, config or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{named}: {error}") from None
 
 
 def hub_name(root: str) -> str | None:
@@ -59,6 +65,21 @@ class HubDataset(ImageSource):
     labels, or with "label=none", the images have no classes. A chosen label column may also hold whole numbers (then
     the classes are the numbers from 0 to the largest) or texts (then these are the classes' names).
     """
+
+    takes = "hfds/NAME of the hub"
+
+    @classmethod
+    def opens(cls, root: str) -> bool:
+        return root.startswith(PREFIX)
+
+    @classmethod
+    def splits(cls, root: str) -> Collection[str]:
+        there = _all_splits(root.partition("?")[0], root)
+        return [split for split, names in SPLITS.items() if not there.keys().isdisjoint(names)]
+
+    @classmethod
+    def open(cls, root: str, split: str, key: str) -> Self:
+        return cls(root, split, key)  # which raises NoSplit
 
     def __init__(self, root: str, split: str, key: str = "data.root"):
         self.root = root

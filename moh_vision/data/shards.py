@@ -23,7 +23,7 @@ from moh_vision.common.progress import Progress
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
-from moh_vision.data.sources import MAX_CLASSES, ImageSource
+from moh_vision.data.sources import MAX_CLASSES, MIDDLE, ImageSource, middle_of
 from moh_vision.data.tars import (
     IMAGE_EXTENSIONS,
     LABEL_EXTENSIONS,
@@ -45,9 +45,21 @@ class Shards(ImageSource):
     line) or are the numbers 0 .. largest label; if no image has a .cls file, there are no classes.
     """
 
+    takes = "a folder of shards train-*.tar and val-*.tar (URLs of shards go into data.stream)"
+
+    @classmethod
+    def opens(cls, root: str) -> bool:
+        return bool(cls.splits(root))
+
+    @classmethod
+    def splits(cls, root: str) -> Collection[str]:
+        return [split for split in ("train", "val") if any(Path(root).glob(f"{split}-*.tar"))]
+
     def __init__(self, root: str, split: str):
         folder = Path(root)
         check_pread(folder)
+        self.folder = folder
+        self.split = split
         self.name = folder.name
         self.paths = sorted(folder.glob(f"{split}-*.tar"))
         for path in self.paths:
@@ -119,6 +131,27 @@ class Shards(ImageSource):
                 f"{self.where(index)}: {len(data)} bytes of {size} are there; the shard is damaged"
             )
         return data
+
+    def size_and_middle(self, index: int) -> tuple[int, bytes]:
+        size = int(self.bytes[index])
+        start = int(self.offset[index]) + middle_of(size)
+        try:
+            return size, self._pread(index, min(size, MIDDLE), start)
+        except OSError as error:
+            raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
+
+    def file_names(self) -> list[str] | None:
+        """Return the files in SPLIT.files.txt, which `python -m moh_vision shards` writes; None without it."""
+        listing = self.folder / f"{self.split}.files.txt"
+        if not listing.is_file():
+            return None
+        text = listing.read_text("utf-8", "backslashreplace")  # other bytes do not raise
+        names = text.removesuffix("\n").split("\n")  # splitlines would also split at U+2028
+        if len(names) != len(self):
+            raise ValueError(
+                f"{listing}: {len(names)} files, but the shards hold {len(self)} images"
+            )
+        return names
 
     def where(self, index: int) -> str:
         offset = int(self.offset[index])

@@ -1,10 +1,10 @@
 """Base classes of the sources of images, and the smallest source: scikit-learn's digits, which need no download."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from PIL import Image
@@ -14,6 +14,9 @@ from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage, decode_
 
 # A bound on labels. Where classes have no names, the largest label says how many classes there are.
 MAX_CLASSES = 1_000_000
+# Bytes in the middle of a sample that, with its size, decide about its part of a division: pixels, not a header that many
+# files share. To read whole files would take as long as an epoch.
+MIDDLE = 16_384
 
 
 class NoSplit(ValueError):
@@ -46,6 +49,10 @@ class Source:
 
     name: str
     classes: list[str]  # class names; [] if the images have no labels
+    # Class numbers, int64 [N]; of a stream none, because they come with its samples.
+    labels: np.ndarray = np.empty(0, np.int64)
+    # True: any sample can be read, see `ImageSource.sample`, so that they come in the seed's order.
+    exact_order = False
     channels = 3  # 3: RGB images; 1: grey ones
     img_size: int | None = None  # side of the images, if all are squares of one size
     remarks: Sequence[str] = ()  # lines for the user on what was left out or assumed
@@ -78,20 +85,53 @@ class Source:
         """Yield up to `count` samples that can be read, to look at before work begins; see `first_look`."""
         yield from ()
 
+    def sizes(self) -> np.ndarray | None:
+        """Return the number of bytes of each sample, int64 [N], 0 if it cannot be read; None if that is not known."""
+        return None
+
     def listing(self) -> Iterator[bytes]:
         """Yield bytes that, together with the labels, identify the sample at each index."""
         yield from ()
 
 
 class ImageSource(Source):
-    """A source with random access by indices from 0; `splits.open_source` opens one.
+    """A source with random access by indices from 0.
 
-    Subclasses set `labels` and `classes` and define `read`.
+    Subclasses set `labels` and `classes` and define `read`. The class of a source that data.root may name stands in
+    `splits.SOURCES`, and says with `takes`, `opens` and `splits` what it takes.
     """
 
-    # Class numbers, int64 [N]. Without classes all are 0, which a DiT reads as "no class".
-    labels: np.ndarray
+    takes = ""  # what data.root may be, for the message that lists what is taken
+    holds = "images"  # "latents": what a VAE made of images, which diffusion alone reads
+    has_splits = (
+        True  # False: images in no split; all are "train", and scores read them as they are
+    )
+    exact_order = True
     numbered = False  # True: the classes have no names, only numbers up to the largest label
+    folder: Path | None = None  # that has the files of this split; None: they are in no folder
+
+    @classmethod
+    def opens(cls, root: str) -> bool:
+        """Return whether `root` is a data set of this class, without reading all of it."""
+        return False
+
+    @classmethod
+    def splits(cls, root: str) -> Collection[str]:
+        """Return which of "train" and "val" there are in `root`, which this class `opens`."""
+        return ("train", "val")
+
+    @classmethod
+    def open(cls, root: str, split: str, key: str) -> Self:
+        """Open a split of `root`; raise NoSplit if it lacks the split. `key` is the option that named `root`."""
+        cls.refuse_missing(root, split, key)
+        return cls(root, split)
+
+    @classmethod
+    def refuse_missing(cls, root: str, split: str, key: str) -> None:
+        """Raise NoSplit if `root` lacks a split. Arguments are those of `open`."""
+        splits = cls.splits(root)
+        if split not in splits:
+            raise NoSplit(f"{key} {root}: no split {split}; it has {', '.join(splits)}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,6 +147,29 @@ class ImageSource(Source):
     def image(self, index: int) -> Image.Image:
         """Read and decode a sample; raise UnreadableImage, naming the sample."""
         return self.decode(self.sample(index))
+
+    def path(self, index: int) -> str:
+        """Return the name of a sample within its split, wherever the data set lies; its number if it has no name."""
+        return str(index)
+
+    def file_names(self) -> list[str] | None:
+        """Return the file that each sample is or was made from; None if that is not known."""
+        return None
+
+    def size_and_middle(self, index: int) -> tuple[int, bytes]:
+        """Return the size of a sample in bytes, and the MIDDLE bytes in its middle; raise UnreadableImage.
+
+        An image is the same as a file, in a shard or in a table; see `division.divide`.
+        """
+        content = self.read(index)
+        if not isinstance(content, bytes):
+            content = np.asarray(content).tobytes()
+        start = middle_of(len(content))
+        return len(content), content[start : start + MIDDLE]
+
+    def subset(self, keep: np.ndarray, remarks: Sequence[str]) -> "ImageSource":
+        """Return a source of the samples where the mask `keep` [N] is true, with the same classes and more `remarks`."""
+        return Subset(self, np.flatnonzero(keep), remarks)
 
     def looked_at(self, count: int) -> Iterator[Sample]:
         evenly_spread = np.linspace(0, len(self) - 1, min(count, len(self))).astype(int)
@@ -129,13 +192,103 @@ class ImageSource(Source):
                 f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on"
             )
 
-    def sizes(self) -> np.ndarray | None:
-        """Return the number of bytes of each sample, int64 [N], 0 if it cannot be read; None if that is not known."""
-        return None
-
     def identities(self) -> Iterator[bytes]:
         """Yield bytes that, together with the labels, are different if a file has changed."""
         yield from self.listing()
+
+
+class Subset(ImageSource):
+    """Some samples of a source.
+
+    Args:
+        source: the source.
+        indices: of the samples in `source`, rising.
+        remarks: lines for the user, after those of `source`.
+    """
+
+    def __init__(self, source: ImageSource, indices: Sequence[int], remarks: Sequence[str] = ()):
+        self.source = source
+        self.indices = np.asarray(indices, np.int64)
+        self.labels = source.labels[self.indices]
+        self.remarks = [*source.remarks, *remarks]
+        self.name = source.name
+        self.classes = source.classes
+        self.numbered = source.numbered
+        self.channels = source.channels
+        self.img_size = source.img_size
+        self.folder = source.folder
+        # Each shard stays one, so that no more of them than before are read at a time.
+        ends = np.searchsorted(self.indices, np.cumsum(source.shard_sizes))  # of each shard
+        self.shard_sizes = tuple(np.diff(ends, prepend=0).tolist())
+
+    @property
+    def decoding(self) -> Decoding:
+        return self.source.decoding
+
+    @decoding.setter
+    def decoding(self, decoding: Decoding) -> None:
+        self.source.decoding = decoding
+
+    def read(self, index: int) -> bytes | np.ndarray | Tensor:
+        return self.source.read(int(self.indices[index]))
+
+    def decode(self, sample: Sample) -> Image.Image:
+        return self.source.decode(sample._replace(name=int(self.indices[sample.name])))
+
+    def path(self, index: int) -> str:
+        return self.source.path(int(self.indices[index]))
+
+    def where(self, index: int) -> str:
+        return self.source.where(int(self.indices[index]))
+
+    def file_names(self) -> list[str] | None:
+        names = self.source.file_names()
+        if names is None:
+            return None
+        return [names[index] for index in self.indices]
+
+    def sizes(self) -> np.ndarray | None:
+        sizes = self.source.sizes()
+        if sizes is None:
+            return None
+        return sizes[self.indices]
+
+    def listing(self) -> Iterator[bytes]:
+        yield from self.source.listing()
+        yield self.indices.tobytes()
+
+    def identities(self) -> Iterator[bytes]:
+        yield from self.source.identities()
+        yield self.indices.tobytes()
+
+
+class Joined(ImageSource):
+    """The samples of several sources, one after another; the label of a sample is its index."""
+
+    classes = []
+
+    def __init__(self, sources: Sequence[ImageSource]):
+        self.sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+        self.labels = range(int(self._ends[-1]))
+
+    def _within(self, index: int) -> tuple[ImageSource, int]:
+        """Return the source of a sample, and the sample's index there."""
+        number = int(np.searchsorted(self._ends, index, "right"))
+        source = self.sources[number]
+        return source, index - int(self._ends[number]) + len(source)
+
+    def read(self, index: int) -> bytes | np.ndarray | Tensor:
+        source, number = self._within(index)
+        return source.read(number)
+
+    def decode(self, sample: Sample) -> Image.Image:
+        source, number = self._within(sample.name)
+        return source.decode(sample._replace(name=number))
+
+    def where(self, index: int) -> str:
+        source, number = self._within(index)
+        return source.where(number)
 
 
 def first_size(source: ImageSource) -> str:
@@ -153,6 +306,11 @@ def read_file(path: str | Path, where: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise UnreadableImage(f"{where}: {error.strerror}") from None
+
+
+def middle_of(size: int) -> int:
+    """Return the offset of the MIDDLE bytes in the middle of so many bytes."""
+    return max(0, size - MIDDLE) // 2
 
 
 def file_size(path: str | Path) -> int:
@@ -180,10 +338,19 @@ class ListedFiles(ImageSource):
 class Digits(ImageSource):
     """The 1,797 digits of scikit-learn, 8 x 8 grey pixels; every fifth image of a class is in "val"."""
 
+    takes = "digits"
     channels = 1
     img_size = 8
     name = "digits"
     classes = [str(c) for c in range(10)]
+
+    @classmethod
+    def opens(cls, root: str) -> bool:
+        return root == cls.name
+
+    @classmethod
+    def open(cls, root: str, split: str, key: str) -> Self:
+        return cls(split)
 
     def __init__(self, split: str):
         from sklearn.datasets import load_digits

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -9,36 +10,47 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from moh_vision.common.cli import near_folder
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import write_whole
-from moh_vision.data.folder import (
-    IMAGES,
-    ImageFolder,
-    split_folders,
-    subfolders,
-    undivided_folder,
-)
-from moh_vision.data.hub import PREFIX, HubDataset
+from moh_vision.data.division import divide
+from moh_vision.data.folder import ImageFolder, UndividedFolder
+from moh_vision.data.hub import HubDataset
+from moh_vision.data.latents import StoredLatents
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, NoSplit, Source
 
 RECORD = "data.json"
-ONLY_FOLDERS = "data.val_fraction is for folders of image files without a val"
+# What data.root may name. The first class that opens a root and has the split reads it, so the order counts: a folder may
+# hold the folder of one split and the shards of another.
+SOURCES: dict[str, type[ImageSource]] = dict(
+    digits=Digits,
+    hub=HubDataset,
+    latents=StoredLatents,
+    folder=ImageFolder,
+    shards=Shards,
+    undivided_folder=UndividedFolder,
+)
 
 
-def latents_path(folder: Path, split: str) -> Path:
-    """Return the path of the record that every folder of stored latents has; see `python -m moh_vision latents`."""
-    return folder / f"{split}.meta.json"
+def classes_that_open(root: str) -> list[type[ImageSource]]:
+    """Return the classes of SOURCES that open `root`, in order."""
+    return [source_class for source_class in SOURCES.values() if source_class.opens(root)]
 
 
-def is_latent_cache(root: str, split: str = "train") -> bool:
-    """Return whether `root` is a folder with latents of that split."""
-    return latents_path(Path(root), split).is_file()
+def splits_of(root: str) -> set[str]:
+    """Return which of "train" and "val" a data set has."""
+    return {split for found in classes_that_open(root) for split in found.splits(root)}
 
 
-def has_split(root: str, split: str) -> bool:
-    """Return whether the folder `root` has a subfolder or shards of a split."""
-    return split in split_folders(root) or any(Path(root).glob(f"{split}-*.tar"))
+def has_splits(root: str) -> bool:
+    """Return whether `root` is a data set, and not a folder of images that are in no split."""
+    return any(found.has_splits for found in classes_that_open(root))
+
+
+def holds_latents(root: str) -> bool:
+    """Return whether `root` is a data set of stored latents."""
+    return any(found.holds == "latents" for found in classes_that_open(root))
 
 
 def open_source(
@@ -47,34 +59,51 @@ def open_source(
     """Open the images of a split.
 
     Args:
-        root: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or a folder of
-            webdataset shards. Images without classes are in train/ and val/ or, if there is only "train", in `root`.
+        root: what a class of SOURCES takes.
         split: "train" or "val".
         key: the option that named `root`, for messages.
-        val_fraction: share of the images that is "val" where a folder has no validation images, see
-            `ImageFolder.divide`; 0: all are "train"; None: a folder of classes in no split is refused.
+        val_fraction: share of the training images that is "val" where a data set has no validation images, see
+            `division.divide`; None: all are "train".
     """
-    if val_fraction and undivided_folder(root):
-        return _whole_folder(root).divide(val_fraction)[split]
-    if val_fraction == 0 and split == "train" and undivided_folder(root):
-        return _whole_folder(root)
-    try:
-        return _open_split(root, split, key)
-    except NoSplit as error:
-        if val_fraction:
-            raise NoSplit(f"{error}; {ONLY_FOLDERS}") from None
-        raise
+    if val_fraction and "val" not in splits_of(root):
+        return _divided(root, _open_split(root, "train", key), val_fraction)[split]
+    return _open_split(root, split, key)
 
 
-def _whole_folder(root: str) -> ImageFolder:
-    """Return all images of a folder that `undivided_folder` knows."""
-    return ImageFolder(undivided_folder(root), Path(root).name)
+def _divided(root: str, source: ImageSource, val_fraction: float) -> dict[str, ImageSource]:
+    return divide(source, val_fraction, str(source.folder or root))
+
+
+def _open_split(root: str, split: str, key: str) -> ImageSource:
+    """Open a split; raise NoSplit if the data set lacks it. Arguments are those of `open_source`."""
+    first_problem: ValueError | None = None
+    for source_class in classes_that_open(root):
+        try:
+            return source_class.open(root, split, key)
+        except NoSplit as error:
+            first_problem = first_problem or error
+    if first_problem:
+        raise first_problem
+    taken = "; ".join(source_class.takes for source_class in SOURCES.values())
+    if not os.path.exists(root):
+        problem = f"{key} {root}: no such file or folder"
+        near = near_folder(root)
+        if near:
+            problem += f", did you mean {near}?"
+        raise FileNotFoundError(f"{problem}; taken are {taken}")
+    problem = f"{key} {root}: not taken; taken are {taken}"
+    if os.path.isdir(root):
+        divided = (
+            f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1"
+        )
+        problem += f". If its folders are classes, {divided} divides them"
+    raise ValueError(problem)
 
 
 def refuse_idle_fraction(data, given: Collection[str]) -> None:
     """Raise ValueError if the command line gives data.val_fraction, but nothing is divided.
 
-    The fraction of a configuration is for folders without validation images, and has no effect on other data.
+    The fraction of a configuration is for data without validation images, and has no effect on other data.
 
     Args:
         data: an `EvalDataConfig`.
@@ -82,40 +111,11 @@ def refuse_idle_fraction(data, given: Collection[str]) -> None:
     """
     if "data.val_fraction" not in given or not data.val_fraction:
         return
-    root = data.root
-    if root == "digits" or root.startswith(PREFIX) or has_split(root, "val"):
-        problem = f"data.val_fraction {data.val_fraction:g} has no effect with data.root {root}"
-        raise ValueError(f"{problem}: {ONLY_FOLDERS}")
-
-
-def _open_split(root: str, split: str, key: str) -> ImageSource:
-    """Open a split; raise NoSplit if the data set lacks it. Arguments are those of `open_source`."""
-    if root == "digits":
-        return Digits(split)
-    if root.startswith(PREFIX):
-        return HubDataset(root, split, key)
-    if not Path(root).is_dir():
-        raise FileNotFoundError(
-            f"{key} {root}: no such folder (give a folder of {split}-*.tar shards, a folder with "
-            f"{split}/CLASS/*.jpg, hfds/NAME, or digits; URLs of shards go into data.stream)"
+    if "val" in splits_of(data.root):
+        problem = (
+            f"data.val_fraction {data.val_fraction:g} has no effect with data.root {data.root}"
         )
-    if is_latent_cache(root, split):
-        raise ValueError(f"{key} {root}: latents, which train_dit.py reads; images are needed here")
-    folder = split_folders(root).get(split)
-    if folder:
-        return ImageFolder(folder, Path(root).name)
-    if has_split(root, split):
-        return Shards(root, split)
-    classes = subfolders(root)
-    if split == "train" and not classes:
-        if any(path.suffix.lower() in IMAGES for path in Path(root).glob("[!.]*")):
-            return ImageFolder(root, Path(root).name)
-    missing = f"neither {split}-*.tar shards nor a folder {split} in it that is a split"
-    problem = f"{key} {root}: {missing}"
-    if classes:
-        divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
-        problem += f"; if its folders are classes, put them into train and val, or {divided}"
-    raise NoSplit(problem)
+        raise ValueError(f"{problem}, which has a split val")
 
 
 def open_splits(
@@ -123,20 +123,32 @@ def open_splits(
 ) -> tuple[Source, ImageSource]:
     """Open the training split, unless it is given, and the validation split, which must have the same classes.
 
-    `val_fraction` is that of `open_source`, and divides no stream.
+    `val_fraction` is that of `open_source`; a stream, given as `train`, is not divided.
     """
-    if train is not None:
-        train = with_classes(root, train)
-        val = open_source(root, "val")
-    elif val_fraction and undivided_folder(root):
-        parts = with_classes(root, _whole_folder(root)).divide(val_fraction)  # once for both
+    if train is None and val_fraction and "val" not in splits_of(root):
+        whole = with_classes(root, open_source(root, "train"))
+        parts = _divided(root, whole, val_fraction)  # once for both
         train = parts["train"]
         val = parts["val"]
     else:
-        train = with_classes(root, open_source(root, "train", val_fraction=val_fraction))
-        val = open_source(root, "val", val_fraction=val_fraction)
+        if train is None:
+            train = open_source(root, "train")
+        train = with_classes(root, train)
+        val = _open_val(root, train, val_fraction)
     match_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
+
+
+def _open_val(root: str, train: Source, val_fraction: float | None) -> ImageSource:
+    try:
+        return open_source(root, "val")
+    except NoSplit as error:
+        remedy = "data.val_fraction 0.1 keeps about a tenth of the images for validation"
+        if not train.exact_order:
+            remedy = "it is needed with data.exact_order false"
+            if val_fraction:
+                remedy += f", because data.val_fraction {val_fraction:g} divides no stream"
+        raise NoSplit(f"{error}; {remedy}") from None
 
 
 def with_classes(root: str, source: Source) -> Source:
@@ -288,15 +300,11 @@ class DataRecord:
 
 def outline(source: Source, listing: Iterable[bytes]) -> dict:
     """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
-    if isinstance(source, ImageSource):
-        labels = source.labels
-    else:  # the labels of a stream come with its samples
-        labels = np.empty(0, np.int64)
-    digest = hashlib.sha256(labels.tobytes())
+    digest = hashlib.sha256(source.labels.tobytes())
     for data in listing:
         digest.update(data)
     names = source.classes or ["none"]
-    counts = np.bincount(labels, minlength=len(names)).tolist()
+    counts = np.bincount(source.labels, minlength=len(names)).tolist()
     return dict(classes=names, samples=counts, sha256=digest.hexdigest())
 
 

@@ -1,4 +1,4 @@
-"""Image folder -> webdataset shards.   python -m moh_vision shards --in IMAGEFOLDER --out DIR [--size 256]
+"""Images -> webdataset shards.   python -m moh_vision shards --in ROOT --out DIR [--size 256]
 
     DIR/train-000000.tar ...   an image and a .cls (class number) per sample, shuffled over the classes
     DIR/classes.txt            the class names, sorted; line n is class n; without classes empty, and no .cls in the shards
@@ -29,10 +29,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import webdataset
 from PIL import Image
 
-from moh_vision.common.cli import refuse_missing, refuse_unwritable
+from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.errors import some_of
 from moh_vision.common.io import hidden_path, only_one, whole_file, write_whole
 from moh_vision.common.progress import Progress, say
@@ -46,12 +47,14 @@ from moh_vision.data.decode import (
     decode_image,
     in_8_bits,
 )
+from moh_vision.data.division import divide
 from moh_vision.data.first_look import say_what_is_lost
-from moh_vision.data.folder import ImageFolder, one_line, split_folders
+from moh_vision.data.folder import ImageFolder, one_line
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
-from moh_vision.data.splits import match_classes, of_classes
+from moh_vision.data.sources import ImageSource
+from moh_vision.data.splits import match_classes, of_classes, open_source, splits_of
 
 KEPT = "shards"  # what an interrupted command finds again
 # Formats of the files that an image folder may have, and their endings in shards.
@@ -74,15 +77,15 @@ def options(add: Callable) -> None:
         "--in",
         dest="source",
         required=True,
-        metavar="IMAGEFOLDER",
-        help="ROOT[/{train,val}]/CLASS/*, or no CLASS",
+        metavar="ROOT",
+        help="what data.root of a training run takes, such as a folder of classes",
     )
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
     add(
         "--val-fraction",
         type=float,
         metavar="F",
-        help="of a folder of classes, about this share of the images becomes val",
+        help="of images without a split val, about this share becomes it",
     )
     add(
         "--size",
@@ -103,13 +106,13 @@ def options(add: Callable) -> None:
 
 
 def work(options: Namespace) -> None:
-    """Write an image folder as shards."""
+    """Write the images of a data set as shards."""
     _check(options)
-    splits = _read_folders(options)
+    splits = _open_splits(options)
     out = Path(options.out)
     decoding = Decoding.of(options, "--")
     for images in splits.values():
-        _refuse_names(images)
+        _refuse_names(images, str(images.folder or options.source))
         images.decoding = decoding
     if options.size is not None:  # images are encoded again, which drops alpha and profiles
         say_what_is_lost(f"--in {options.source}", splits, say)
@@ -167,51 +170,58 @@ def _check(options: Namespace) -> None:
         raise ValueError(
             f"--val-fraction {options.val_fraction:g}: expected a share between 0 and 1"
         )
-    refuse_missing("--in", options.source)
-    if Path(options.out).resolve().is_relative_to(Path(options.source).resolve()):
+    source = Path(options.source)
+    if source.is_dir() and Path(options.out).resolve().is_relative_to(source.resolve()):
         raise ValueError(
             f"--out {options.out} is inside --in {options.source}; the shards would be taken for input"
         )
     refuse_unwritable("--out", record_path(Path(options.out), "train"))
 
 
-# ---------------------------------------------------------------- the folder of images
+# ---------------------------------------------------------------- the images
 
 
-def _read_folders(options: Namespace) -> dict[str, ImageFolder]:
+def _open_splits(options: Namespace) -> dict[str, ImageSource]:
     """Return split name -> images, and say what is there and what is left out."""
-    source = Path(options.source)
+    root = options.source
     val_fraction = options.val_fraction
-    folders = split_folders(source) or {"train": source}
-    if val_fraction is not None and folders != {"train": source}:
-        raise ValueError(
-            f"--val-fraction has no effect: --in {source} has splits ({', '.join(folders)})"
-        )
-    splits = {name: ImageFolder(folder) for name, folder in folders.items()}
-    if source not in folders.values():
-        found = {path.name for path in source.glob("[!.]*")}
-        in_no_split = sorted(found - {folder.name for folder in folders.values()})
-        if in_no_split:
-            shown = some_of(map(one_line, in_no_split), 5)
-            say(f"left out of {source}: {len(in_no_split)} in no split ({shown})")
-    for images in splits.values():
-        for remark in images.remarks:
-            say(remark)
+    names = splits_of(root)
+    if val_fraction is not None and "val" in names:
+        raise ValueError(f"--val-fraction has no effect: --in {root} has a split val")
+    if not names and Path(root).is_dir():
+        # A folder whose classes data.root does not guess, because one of them has the name of a split.
+        splits: dict[str, ImageSource] = {"train": ImageFolder(root)}
+    else:
+        splits = {name: open_source(root, name, "--in") for name in sorted(names or {"train"})}
+    _say_what_is_in_no_split(Path(root), splits)
     if val_fraction is not None:
-        splits = splits["train"].divide(val_fraction)
-        for line in splits["train"].divided:
-            say(line)
+        whole = splits["train"]
+        splits = divide(whole, val_fraction, str(whole.folder or root))
+    for remark in dict.fromkeys(remark for images in splits.values() for remark in images.remarks):
+        say(remark)
     for name, images in splits.items():
-        say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
+        say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder or root}")
     return splits
 
 
-def _refuse_names(images: ImageFolder) -> None:
-    """Refuse classes that classes.txt cannot hold."""
+def _say_what_is_in_no_split(root: Path, splits: dict[str, ImageSource]) -> None:
+    """Say what lies beside the folders of the splits."""
+    folders = {images.folder for images in splits.values()}
+    if not root.is_dir() or root in folders or None in folders:
+        return
+    found = {path.name for path in root.glob("[!.]*")}
+    in_no_split = sorted(found - {folder.name for folder in folders})
+    if in_no_split:
+        shown = some_of(map(one_line, in_no_split), 5)
+        say(f"left out of {root}: {len(in_no_split)} in no split ({shown})")
+
+
+def _refuse_names(images: ImageSource, named: str) -> None:
+    """Refuse classes that classes.txt cannot hold; messages call the images `named`."""
     for label in images.classes:
         if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
             raise ValueError(
-                f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
+                f"{named}: class {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
             )
 
 
@@ -221,7 +231,7 @@ def _refuse_names(images: ImageFolder) -> None:
 class ImageShards(ShardWriter):
     """Writes the shards of a split of images, each in one of several processes."""
 
-    def __init__(self, options: Namespace, split: str, images: ImageFolder, limit: BadSamples):
+    def __init__(self, options: Namespace, split: str, images: ImageSource, limit: BadSamples):
         self.options = options
         self.images = images
         self.limit = limit
@@ -235,7 +245,7 @@ class ImageShards(ShardWriter):
         """Count bad images, as [file, reason]; raise UnreadableImage if all splits together have too many."""
         problems = []
         for path, reason in bad:
-            file = f"{self.images.folder}/{path}"
+            file = f"{self.images.folder or self.options.source}/{path}"
             problems.append((file, f"{file}: {reason}"))
         self.limit.check(problems)
 
@@ -313,10 +323,12 @@ def _write_shard(name: str) -> dict:
         plain = dict(user="", group="", mtime=0, encoder=False, compress=False)
         with webdataset.TarWriter(file, **plain) as tar:
             for number in writer.plan[name]:
+                content = images.read(number)  # an error of the disk ends the command
+                if not isinstance(content, bytes):  # pixels
+                    content = png_of(content)
                 try:
-                    data = Path(images.where(number)).read_bytes()
                     extension, data = encode_sample(
-                        data, writer.options.size, writer.options.quality, images.decoding
+                        content, writer.options.size, writer.options.quality, images.decoding
                     )
                 except UnreadableImage as error:
                     bad.append([images.path(number), str(error)])
@@ -330,6 +342,13 @@ def _write_shard(name: str) -> dict:
 
 
 # ---------------------------------------------------------------- an image
+
+
+def png_of(pixels: np.ndarray) -> bytes:
+    """Return the bytes of a PNG of pixels, uint8 [h, w] or [h, w, 3]."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
 def encode_sample(

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from moh_vision.data.batches import BadSamples, evaluation_loader, evenly_spread
 from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.data.sources import Source, first_size
-from moh_vision.data.splits import is_latent_cache, open_source
-from moh_vision.data.stream import ShardStream
+from moh_vision.data.splits import holds_latents, open_source
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents, cropped
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import (
@@ -35,7 +34,7 @@ def open_inputs(
     img_size: int | None,
     augment: str,
     device: str | torch.device = "cpu",
-    stream: ShardStream | None = None,
+    stream: Source | None = None,
     split: str = "train",
     decoding: Decoding = AS_STORED,
 ):
@@ -51,7 +50,7 @@ def open_inputs(
         split: "train" or "val".
         decoding: how image files become pixels; stored latents must have been made so.
     """
-    cached = is_latent_cache(root)
+    cached = holds_latents(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
@@ -59,7 +58,7 @@ def open_inputs(
         cache.refuse_other_decoding(decoding, f"data.root {root}")
         cache.check_sums()
         return CachedInputs(cache, root, vae, img_size, augment)
-    source = stream or open_source(root, split, val_fraction=0)
+    source = stream or open_source(root, split)
     source.decoding = decoding
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)

@@ -16,7 +16,7 @@ from moh_vision.data.batches import BadSamples, check_images_fit, training_loade
 from moh_vision.data.decode import Decoding
 from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.data.order import PositionSampler
-from moh_vision.data.splits import DataRecord, is_latent_cache
+from moh_vision.data.splits import DataRecord, holds_latents
 from moh_vision.data.stream import open_stream
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
@@ -33,7 +33,6 @@ from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.dit import arguments_of
 from moh_vision.models.dit_weights import is_jits, patch_of_jit
 from moh_vision.models.frozen import FrozenRecord
-from moh_vision.models.mae import mae_routers
 from moh_vision.models.prediction import FROM_NOISE, LINEAR, Prediction
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
@@ -52,7 +51,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     name, arguments = name_and_arguments(config, "diffusion", config.fresh)
     root = data_config.root
     img_size = data_config.img_size
-    if not data_config.exact_order and is_latent_cache(root):
+    if not data_config.exact_order and holds_latents(root):
         raise ValueError(f"data.root {root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
         stream = open_stream(data_config, config.given, accelerator)
@@ -102,9 +101,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     trained = model
     if alignment:
         trained = nn.ModuleList([model, alignment])
-    descent = BlockDescent(
-        accelerator, trained, mae_routers(model), config.compile, config.block_descent
-    )
+    descent = BlockDescent(accelerator, trained, config.compile, config.block_descent)
 
     # ---------------------------------------------------------------- previews, order, calibration
     drawings = open_drawings(setup, inputs, model)

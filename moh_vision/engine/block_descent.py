@@ -1,4 +1,4 @@
-"""Block coordinate descent: MAE's gates and experts learn in turns (Peng 2020, section 3).
+"""Block coordinate descent: gates and experts learn in turns, as MAE's do (Peng 2020, section 3).
 
     G   the model mixes all experts; only the gates learn, by an SGD of their own                      algorithm 1
     F   each sequence runs one expert, drawn by its gate; all weights except those of the gates learn  algorithm 2
@@ -15,6 +15,8 @@ from itertools import tee
 import torch
 from torch import Tensor, nn
 
+from moh_vision.attention.model_heads import routers_of
+from moh_vision.attention.routers import name_of
 from moh_vision.engine.compiling import launched_backend
 from moh_vision.engine.ranks import average_over_processes
 
@@ -64,8 +66,8 @@ class BlockDescent:
 
     Args:
         accelerator: accelerate's Accelerator.
-        model: the model, before accelerate wraps it. Parameters that require no gradient stay frozen.
-        routers: the `MAERouter`s of the model, whatever their mode.
+        model: the model, before accelerate wraps it. Parameters that require no gradient stay frozen. Its routers say
+            whether their gates learn in turns, see `moh_vision.attention.Router`.
         compiled: the key `compile`.
         settings: a `BlockDescentConfig`.
     """
@@ -74,24 +76,22 @@ class BlockDescent:
         self,
         accelerator,
         model: nn.Module,
-        routers: list[nn.Module],
         compiled: bool | str,
         settings,
     ):
-        # With torch 2.15's inductor, unlike other backends, the compiled loss has no gradient.
+        self.all_routers = routers_of(model)
         compiles = compiled or launched_backend(accelerator)
-        if compiles and routers:
+        refusing = [name_of(router) for router in self.all_routers if not router.trains_compiled]
+        if compiles and refusing:
             raise ValueError(
-                f"compile {compiles}: a model with MAE's gates cannot be trained compiled, only without compile"
+                f"compile {compiles}: a model with router {refusing[0]} cannot be trained compiled, only without compile"
             )
         self.accelerator = accelerator
         self.period = settings.period
         self.gate_lr = settings.gate_lr
-        self.all_routers = routers
-        self.routers = [router for router in routers if router.mode == "soft"]
-        for router in routers:
-            if router.mode != "soft":  # other modes do not use the gate
-                router.requires_grad_(False)
+        self.routers = [router for router in self.all_routers if router.learns_in_turns]
+        for router in self.all_routers:
+            router.freeze_unused()
         self.gates = [p for router in self.routers for p in router.parameters()]
         gates = {id(p) for p in self.gates}
         self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
@@ -119,7 +119,7 @@ class BlockDescent:
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
         # Freeze the gates now: DistributedDataParallel, when it is made, notes which parameters require a gradient.
-        self._switch(WEIGHTS, "soft")
+        self._rest()
         if self.weights or not self.in_turns:
             self.task, self.optimizer = self.accelerator.prepare(task, optimizer)
         else:  # DistributedDataParallel refuses a model without trainable weights
@@ -145,24 +145,24 @@ class BlockDescent:
             statistics = [(buffer, buffer.clone()) for buffer in buffers]
             common = dict(name=name, batches=phase_batches, statistics=statistics)
             if name == GATES:
-                self._switch(GATES, "soft")
+                self._switch(GATES, of_heads=False)
                 bare = self.accelerator.unwrap_model(self.task)
                 yield Phase(
                     salt=(1,), task=bare, optimizer=self.gate_optimizer, gates=self.gates, **common
                 )
             else:
-                self._switch(WEIGHTS, "sampled")
+                self._switch(WEIGHTS, of_heads=True)
                 yield Phase(salt=(), task=self.task, optimizer=self.optimizer, gates=(), **common)
-        self._switch(WEIGHTS, "soft")
+        self._rest()
 
     @contextlib.contextmanager
     def drawing_experts(self) -> Iterator[None]:
         """Return a context in which the model runs as in phase F, the phase of most steps."""
-        self._switch(WEIGHTS, "sampled")
+        self._switch(WEIGHTS, of_heads=True)
         try:
             yield
         finally:
-            self._switch(WEIGHTS, "soft")
+            self._rest()
 
     def results(self) -> dict[str, int]:
         """Return the number of trained parameters for results.json, or nothing for a model without gates."""
@@ -186,8 +186,12 @@ class BlockDescent:
                 p.add_(p.grad, alpha=-self.gate_lr)
                 p.grad.zero_()
 
-    def _switch(self, moving: str, mode: str) -> None:
-        """Freeze all parameters but the `moving` ones, GATES or WEIGHTS, and set the routers' mode.
+    def _rest(self) -> None:
+        """Freeze the gates, and let the routers run as in testing."""
+        self._switch(WEIGHTS, of_heads=False)
+
+    def _switch(self, moving: str, of_heads: bool) -> None:
+        """Freeze all parameters but the `moving` ones, GATES or WEIGHTS, and let the routers take their turn.
 
         A no-op unless gates and experts learn in turns.
         """
@@ -197,4 +201,4 @@ class BlockDescent:
             for p in parameters:
                 p.requires_grad_(name == moving)
         for router in self.routers:
-            router.set_mode(mode)
+            router.take_turn(of_heads)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from moh_vision.attention import ROUTERS
+from moh_vision.attention.losses import AUX_LOSSES
+from moh_vision.attention.routers import choosing_and_all, is_plain, with_loss
 from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
@@ -32,8 +34,8 @@ class ModelConfig(Section, section="model"):
     MLPs are dense."""
     mlp_groups: int | None = key(None, ge=1, needs=".mlp_budget; not .pretrained")
     """Groups of each MLP, a divisor of its hidden width; left out: 8."""
-    router: str | None = key(None, needs="not .pretrained")
-    """Who chooses or weighs the heads: moh, query_norm or moa choose; mae, gated and dense run all and take no head_budget."""
+    router: str | None = key(None, needs="not .pretrained", names=choosing_and_all)
+    """Who chooses or weighs the heads:"""
     scope: str | None = key(None, needs="not .pretrained")
     """"token" or "sample"."""
     executor: str | None = key(None, needs="not .pretrained")
@@ -94,7 +96,7 @@ class ImagesConfig(Section, section="data"):
     root: str = key("digits", also="data_path dataset path")
     """"digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls), or with train/CLASS/*.jpg
     and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set, or hfds/NAME?label=COLUMN; for diffusion also images
-    without classes, or latents."""
+    without classes, or latents; or what another source takes (docs/guides/extend.md)."""
     img_size: int | None = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
     colour_space: Literal["keep", "srgb"] = key("keep")
@@ -290,39 +292,44 @@ class RunConfig(CommonConfig):
         """Return the options of sample.py that a run of a diffusion model suggests when it ends."""
         return ""
 
-    def routers(self) -> set[str]:
-        """Return the names of the routers that the model may have, for `idle`."""
+    def routers(self) -> list[tuple[str, dict]]:
+        """Return name and options of each router that the model may have, for `idle`."""
         raise NotImplementedError
 
     def idle(self) -> Iterator[Idle]:
         routers = self.routers()
         model = "model.name model.router model.kwargs model.convert"
         arguments = self.model.arguments() or {}
-        # Groups of MLPs are chosen by routers of MoH's, whatever chooses the heads. Text models have none.
+        # Groups of MLPs are chosen by a router with MoH's loss, whatever chooses the heads. Text models have none.
         groups = arguments.get("mlp_budget")
-        options = arguments.get("router_kwargs") or {}
-        soft = "mae" in routers and options.get("mode", "soft") == "soft"
+        of_groups = f"{model} model.mlp_budget"
         routes = "a model that routes its heads"
+        names = {name for name, _ in routers}
         # A name that is not registered may be of any router; the layer refuses it.
-        unknown = routers - ROUTERS.keys()
-        known = routers & ROUTERS.keys()
+        unknown = names - ROUTERS.keys()
+        known = names & ROUTERS.keys()
         chosen = unknown | {name for name in known if not ROUTERS[name].all_heads}
-        balanced = unknown | {name for name in known if ROUTERS[name].aux_loss == "moh"}
-        balanced_as_moa = unknown | {name for name in known if ROUTERS[name].aux_loss == "moa"}
+        weighed = {name for name in names if not is_plain(name)}
+        in_turns = [
+            name
+            for name, options in routers
+            if name in known and ROUTERS[name].learns_in_turns_with(options)
+        ]
         yield Idle("model.head_budget", chosen, routes, model)
-        yield Idle("budget_range", chosen or groups, routes, f"{model} model.mlp_budget")
+        yield Idle("budget_range", chosen or groups, routes, of_groups)
+        yield Idle("model.scope", weighed or groups, routes, of_groups)
+        for aux_loss, weights in AUX_LOSSES.items():
+            having = with_loss(aux_loss)
+            trained = unknown | known.intersection(having)
+            words = f"router {' or '.join(having)}"
+            deciding = model
+            if "balance_weight" in weights:
+                trained = trained or groups
+                words += ", or model.mlp_budget"
+                deciding = of_groups
+            yield Idle(" ".join(weights), trained, words, deciding)
         yield Idle(
-            "model.scope", routers - {"dense"} or groups, routes, f"{model} model.mlp_budget"
-        )
-        yield Idle(
-            "balance_weight",
-            balanced or groups,
-            "router moh or query_norm, or model.mlp_budget",
-            f"{model} model.mlp_budget",
-        )
-        yield Idle("moa_balance_weight z_weight", balanced_as_moa, "router moa", model)
-        yield Idle(
-            "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"
+            "block_descent.*", in_turns, "router mae with mode soft", f"{model} model.router_kwargs"
         )
         for option, words in OPTIONS.items():
             yield Idle(
@@ -380,10 +387,10 @@ class ImageRunConfig(RunConfig):
         warmup = self.max_steps // 20
         return warmup, f"{line}, the first {warmup} are the warm-up"
 
-    def routers(self) -> set[str]:
-        router = self.model.arguments().get("router")
-        if router:
-            return {router}
-        if self.model.name.startswith(("dit_", "sit_", "jit_", "transnext_")):
-            return {"dense"}
-        return {"moh"}
+    def routers(self) -> list[tuple[str, dict]]:
+        arguments = self.model.arguments()
+        router = arguments.get("router")
+        if not router:
+            dense = self.model.name.startswith(("dit_", "sit_", "jit_", "transnext_"))
+            router = "dense" if dense else "moh"
+        return [(router, arguments.get("router_kwargs") or {})]

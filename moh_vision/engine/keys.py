@@ -45,11 +45,21 @@ def key(default: Any = MISSING, **options: Any) -> Any:
             VALUE matches any text. " or " joins alternatives; "; " joins conditions that must all hold. ".KEY" is a key
             of the same section.
         also: names that other projects use for the key, with or without a section.
+        names: a function that returns the end of the help text, where it names what may be registered later.
         free: whether a run may be resumed with another value.
         kept: whether configurations are saved with the key. If not, it is an option of a single call, and no file may
             have it.
     """
-    assert set(options) <= {*NUMBERS, "rising", "ends", "needs", "also", "free", "kept"}, options
+    assert set(options) <= {
+        *NUMBERS,
+        "rising",
+        "ends",
+        "needs",
+        "also",
+        "names",
+        "free",
+        "kept",
+    }, options
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=options)
     return dataclasses.field(default=default, metadata=options)
@@ -140,8 +150,11 @@ class Key(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The key's help text, which is the string below its definition."""
-        return texts_of(self.section_class).get(self.field, "")
+        """The key's help text, which is the string below its definition, and what `names` adds."""
+        text = texts_of(self.section_class).get(self.field, "")
+        if "names" in self.options:
+            text = f"{text} {self.options['names']()}"
+        return text
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -261,23 +261,21 @@ class LanguageConfig(RunConfig):
                 f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint"
             )
 
-    def routers(self) -> set[str]:
-        """Return the routers that the name and the arguments of the model mention.
+    def routers(self) -> list[tuple[str, dict]]:
+        """Return name and options of the routers that the model has, by its name and its arguments."""
+        # Imported here, because it needs transformers.
+        from moh_vision.language.models.create import preset_routers
 
-        UNI-MAE mixes all experts equally, without gates, so it does not count as a MAE.
-        """
         arguments = dict(self.model.arguments() or {})
-        preset = self.model.name.replace("nobcd", "mae").replace("uni_mae", "")
-        if "attention" in arguments:  # in place of the preset's
-            preset = ""
-        for name, value in list(arguments.items()):
-            if isinstance(value, dict) and value.get("mode", "soft") != "soft":
-                del arguments[name]
-        text = f"{preset} {arguments}"
-        routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in text}
         if self.model.name == "clm_pretrained":
-            routers.add("query_norm")
-        return routers
+            # The model may turn out to be one with routers also without model.convert.
+            router = arguments.get("router") or "query_norm"
+            return [(router, arguments.get("router_kwargs") or {})]
+        arguments.pop("head_budget", None)  # whether it has an effect is what the routers say
+        try:
+            return preset_routers(self.model.name, **arguments)
+        except ValueError:  # `create_text_model` refuses it
+            return [(self.model.name, {})]
 
     def model_arguments(self, sizes: dict) -> dict:
         """Merge `sizes`, which follow from the text, with the configured arguments."""

@@ -27,9 +27,10 @@ from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.counts import without_memory
-from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import elastic_budget, mean_macs, with_elastic
-from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.models.describe import full_name
+from moh_vision.models.elastic import elastic_budget, mean_macs
+from moh_vision.models.fine_tuning import train_only
+from moh_vision.models.set_up import introduce
 from moh_vision.models.weights import advise_on_model_name, say_other_heads
 
 MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
@@ -112,15 +113,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)
-    description = ""
-    if config.dry_run:  # describe the model at the largest share of an elastic budget
-        shown = describe(name, model, **text.example())
-        description = with_elastic(shown, elastic, "\n")
-    else:
-        say(with_elastic(in_short(name, model), elastic, "; "))
-    descent = BlockDescent(
-        accelerator, model, mae_routers(model), config.compile, config.block_descent
-    )
+    description = introduce(name, model, elastic, config, say, **text.example())
+    descent = BlockDescent(accelerator, model, config.compile, config.block_descent)
     sampler = text.sampler(**setup.sampler_arguments(span))
 
     # ---------------------------------------------------------------- open the folder, which is first written here

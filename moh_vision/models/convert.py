@@ -18,8 +18,8 @@ from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
     ModelBudgets,
+    Router,
     attention_layers,
-    default_budget,
     full_budget,
     mlp_layers,
     model_budgets,
@@ -28,11 +28,11 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
-from moh_vision.attention.routers import DenseRouter, GatedRouter, MAERouter, MoHRouter
+from moh_vision.attention.routers import ROUTERS, router_class, shared_share
 from moh_vision.models.head_budgets import record_budget, saved_budget
 from moh_vision.models.head_order import Batch, order_by_contribution
 from moh_vision.models.mlp_groups import (
-    GROUPS,
+    DEFAULT_GROUPS,
     converted_mlp_budgets,
     dense_mlps,
     mlp_options,
@@ -40,8 +40,6 @@ from moh_vision.models.mlp_groups import (
 )
 from moh_vision.models.registry import converter_for
 
-# Routers that can start as plain attention. MoA's cannot: its experts share keys, a ViT's heads do not.
-ROUTERS = ("moh", "query_norm", "mae", "gated", "dense")
 # Classes of timm's models that `convert` takes -> their block class and attention classes.
 TAKEN = {
     VisionTransformer: (Block, (Attention,)),
@@ -66,7 +64,7 @@ def convert(  # noqa: PLR0913
     calibrate: Batch | Iterable[Batch] | None = None,
     group: bool = False,
     mlp_budget: BudgetSpec | None = None,
-    mlp_groups: int = GROUPS,
+    mlp_groups: int = DEFAULT_GROUPS,
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
@@ -78,8 +76,9 @@ def convert(  # noqa: PLR0913
     Eva becomes a `MoHEva`; `dit_*`, and `moh_vit_*` with router "dense", keep their class. From diffusers' DiT
     a new `MoHDiTTransformer2DModel` is made, with the same weights and outputs. All modules outside attention,
     and the projections and norms inside, stay the same objects, except that an Eva's separate projections or
-    biases of q, k and v are joined into one. With all heads active, the output is the dense model's: the
-    routers of MoH and "gated" start at zero, `query_norm` has no parameters, MAE's gate is uniform.
+    biases of q, k and v are joined into one. With all heads active, the output is the dense model's, see
+    `Router.become_dense`: the routers of MoH and "gated" start at zero, `query_norm` has no parameters, MAE's gate is
+    uniform.
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
@@ -93,7 +92,8 @@ def convert(  # noqa: PLR0913
             later calls of set_head_budget. None: all heads run, and a fifth of them (at least one) is shared;
             layers with fewer than four heads share none.
         router: "moh", "query_norm", or one that runs all heads and takes no head_budget (not in language
-            models): "mae", "gated", or "dense" for a baseline. None: "moh", in language models "query_norm".
+            models): "mae", "gated", or "dense" for a baseline; or one of your own that has a `become_dense`. None: "moh",
+            in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy
             latents, timesteps, class labels). A tensor is one batch. The heads of each layer are sorted by
@@ -196,10 +196,10 @@ def route_heads(
         )
     if router is None:
         router = "moh"
-    if router not in ROUTERS:
-        raise ValueError(
-            f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}"
-        )
+    chooser = router_class(router)
+    if not chooser.can_become_dense():
+        known = ", ".join(name for name, other in ROUTERS.items() if other.can_become_dense())
+        raise ValueError(f"router {router!r} cannot start as plain attention: give one of {known}")
     attentions = dense_attentions(model)
     heads = [attention.num_heads for attention in attentions]
     widths = [attention.head_dim for attention in attentions]
@@ -207,11 +207,12 @@ def route_heads(
     # Before any fine-tuning, the same share in every layer costs the least accuracy.
     spec = shaped(share, "uniform")
     if head_budget is not None:
-        budgets = resolve_budget(spec, len(heads), heads, widths)
-    elif default_budget(router) is None:  # the router runs all heads
+        budgets = resolve_budget(spec, len(heads), heads, widths, shared_share=shared_share(router))
+    elif chooser.all_heads:
         budgets = [HeadBudget(h, width, h, 0) for h, width in zip(heads, widths)]
     else:
-        budgets = resolve_budget(full_budget(heads), len(heads), heads, widths)
+        full = full_budget(heads, shares=shared_share(router) > 0)
+        budgets = resolve_budget(full, len(heads), heads, widths)
     options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
     layers = [
         routed_attention(attention, budget, **options)
@@ -236,7 +237,7 @@ def dense_attentions(model: nn.Module) -> list[nn.Module]:
     """Return the attention layers of a timm model, or of our model with router "dense"."""
     if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
-        if not all(isinstance(attn.router, DenseRouter) for attn in attentions):
+        if not all(attn.router.plain_attention for attn in attentions):
             if all(attn.router.all_heads for attn in attentions):
                 raise ValueError("the model has gates already, and runs all its heads")
             raise ValueError(
@@ -344,15 +345,15 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
     layer.proj_drop = attn.proj_drop
     layer.q_norm = attn.q_norm
     layer.k_norm = attn.k_norm
-    zero_router(layer.router)
+    layer.router.become_dense()
     return layer.train(attn.training)
 
 
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Sort the heads of a ViT or DiT by contribution, and the hidden channels of MLPs whose routers are zero.
 
-    Its heads' weights are dense and their routers untrained. MoH's routers become zero, so that at first the strongest heads
-    and groups of each layer run, with weight 1. Loading dense weights has zeroed the routers of MLPs; where they are not
+    Its heads' weights are dense and their routers untrained. Routers that can become plain attention do, so that at first the
+    strongest heads and groups of each layer run, with weight 1. Loading dense weights has zeroed the routers of MLPs; where they are not
     zero they are trained, and their groups must stay.
 
     Args:
@@ -366,17 +367,18 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     try:
         for layer in layers:
             all_shared = HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
-            layer.router = DenseRouter(layer.dim, all_shared)
+            layer.router = ROUTERS["dense"](layer.dim, all_shared)
         with all_running(model):
             untrained = [mlp for mlp in mlp_layers(model) if not has_weights(mlp.router)]
             order_by_contribution(model, layers, untrained, batches)
     finally:
         for layer, router in zip(layers, routers):
             layer.router = router
-            zero_router(router)
+            if router.can_become_dense():
+                router.become_dense()
 
 
-def has_weights(router: nn.Module) -> bool:
+def has_weights(router: Router) -> bool:
     """Return whether any weight of a router is not zero."""
     return any(parameter.any() for parameter in router.parameters())
 
@@ -389,19 +391,3 @@ def all_running(model: nn.Module) -> Iterator[None]:
     all_groups = tuple(budget.all_active for budget in groups)
     with running(model, ModelBudgets(all_heads, all_groups)):
         yield
-
-
-def zero_router(router: nn.Module) -> None:
-    """Zero a router's parameters, so that its layer is plain attention while all heads run.
-
-    In the routers of MoH and "gated" all parameters become zero; in MAE's those of the last linear layer, which makes the
-    gate uniform.
-    """
-    if isinstance(router, (MoHRouter, GatedRouter)):
-        zeroed = router
-    elif isinstance(router, MAERouter) and router.out is not None:
-        zeroed = router.out
-    else:  # no parameters, as of `query_norm`, or of MAE with mode "uniform"
-        return
-    for parameter in zeroed.parameters():
-        nn.init.zeros_(parameter)

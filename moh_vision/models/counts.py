@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moh_vision.attention import (
-    ROUTERS,
     GroupMixtureMlp,
     HeadBudget,
     HeadMixtureAttention,
@@ -18,6 +17,7 @@ from moh_vision.attention import (
     attention_layers,
     mlp_layers,
 )
+from moh_vision.attention.routers import name_of
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
 
 # Modules whose backward needs their input.
@@ -99,9 +99,7 @@ class Watched(NamedTuple):
     @property
     def routing(self) -> int:
         """MACs of the router's choices."""
-        noise = getattr(self.layer.router, "noise", None)  # MoA computes it in training only
-        linears = [m for m in self.layer.router.modules() if isinstance(m, nn.Linear)]
-        return self.choices * sum(m.weight.numel() for m in linears if m is not noise)
+        return self.choices * self.layer.router.macs()
 
     def projections(self, queries: int, keys: int, outputs: int) -> int:
         """MACs of the projections to and from these numbers of heads."""
@@ -127,12 +125,13 @@ class Watched(NamedTuple):
         if layer.needs_query:  # the router reads the queries of all heads
             queries = layer.num_heads
         keys = layer.kv_heads
-        same_heads = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
-        if same_heads and not layer.grouped:  # no token needs keys and values of the other heads
+        if (
+            layer.chooses_once and not layer.grouped
+        ):  # no token needs keys and values of the other heads
             keys = K
         return AttentionMacs(
             name=name,
-            router=next(key for key, router in ROUTERS.items() if router is type(layer.router)),
+            router=name_of(layer.router),
             budget=layer.budget,
             dim=layer.dim,
             queries=self.queries,
@@ -282,10 +281,8 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
     def add_groups(name: str, mlp: GroupMixtureMlp) -> None:
         dense = sum(measured(f"{name}.{key}", getattr(mlp, key)) for key in ("fc1", "fc2"))
         ideal = dense * mlp.budget.active // mlp.num_heads
-        # One choice for all tokens.
-        routing = sum(m.weight.numel() for m in mlp.router.modules() if isinstance(m, nn.Linear))
         add(name, "groups", mlp.projections, dense, ideal)
-        add(name, "router", [mlp.router], 0, routing)
+        add(name, "router", [mlp.router], 0, mlp.router.macs())  # one choice for all tokens
 
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left

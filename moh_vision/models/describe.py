@@ -9,10 +9,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget
-from moh_vision.attention.model_heads import single_routed
-from moh_vision.attention.routers import GatedRouter, MAERouter
+from moh_vision.attention.model_heads import routers_of, single_routed
 from moh_vision.models.counts import Macs, count_macs, count_parameters
-from moh_vision.models.mae import mae_routers
 
 LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}  {name}"
 GROUPS = LAYER.replace("{heads:5d}", "{heads:6d}")  # under a wider title
@@ -79,8 +77,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         "",
         "layer  heads  width  shared  routed  active  name",
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
-        *dict.fromkeys(map(mae_mixture, mae_routers(model))),
-        *gated_lines(model),
+        *notes(model),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         *group_table(budget.get("mlp")),
         *filter(None, [single_routed(model)]),
@@ -104,34 +101,21 @@ def group_table(budget: dict | None) -> list[str]:
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """Return one line: parameters, active heads and groups, layers with one routed head, and MAE's experts."""
+    """Return one line: parameters, active heads and groups, layers with one routed head, and notes of the routers."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mlp = budget.get("mlp")
     if mlp is not None:
         share += f", {mlp['active']} of {mlp['heads']} groups of MLPs ({100 * mlp['share']:.1f} %)"
-    mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
+    short = dict.fromkeys(note.partition(";")[0] for note in notes(model))
     single = filter(None, [single_routed(model)])
     sizes = f"{name}: {count_parameters(model):,} parameters, {share}"
-    return "; ".join([sizes, *single, *mixtures, *gated_lines(model)])
+    return "; ".join([sizes, *single, *short])
 
 
-def gated_lines(model: nn.Module) -> list[str]:
-    """Return a line if routers "gated" weigh the heads: a budget does not show them, because every head runs."""
-    if not any(isinstance(module, GatedRouter) for module in model.modules()):
-        return []
-    return ["gated: a gate from 0 to 2 weighs each head, and every head runs"]
-
-
-def mae_mixture(router: MAERouter) -> str:
-    """Describe MAE's experts. A budget does not show them, because in MAE it counts every head as shared."""
-    experts, heads = router.members.shape
-    if router.out is None:
-        mixture = "an even mixture takes"
-    else:
-        mixture = "the soft gate mixes"
-    each = f"{heads - router.leave_out} heads each"
-    return f"MAE: {experts} experts of {each}; {mixture} all of them, so every head runs"
+def notes(model: nn.Module) -> list[str]:
+    """Return what a budget does not show of a model's routers, each note once."""
+    return list(filter(None, dict.fromkeys(router.note() for router in routers_of(model))))
 
 
 def module_table(macs: Macs) -> list[str]:

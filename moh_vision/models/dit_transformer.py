@@ -41,7 +41,7 @@ from moh_vision.attention.linear import is_captured
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
-from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, run_mlp
+from moh_vision.models.mlp_groups import DEFAULT_GROUPS, mlp_options, new_mlp_budgets, run_mlp
 from moh_vision.models.prediction import FROM_NOISE, LINEAR, Prediction, time_from_noise
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -241,11 +241,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         num_attention_heads: H, one number or one per layer.
         attention_head_dim: D; None: hidden_size / H, where H must divide hidden_size.
         mlp_ratio: hidden width of the MLP, as a multiple of C.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75 if the router can leave heads out,
-            else all heads (`default_budget`).
-        head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
-            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
-            from which it cannot be told.
+        head_budget, head_budget_shape: see `moh_vision.models.vit.MoHVisionTransformer`.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
         scope: "token": each token has its own heads (Jin 2024); "sample": all tokens of an image run the
             same heads, and the other heads cost nothing, not even keys and values.
@@ -269,10 +265,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             half of the blocks (Li and He 2025; JiT-H: 0.2).
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
-        mlp_budget: share of the MLP's groups that run, in any form of head_budget; None: every MLP is dense. It needs
-            scope "sample": groups are chosen by what `route_by` says, as heads are.
-        mlp_budget_shape: as head_budget_shape.
-        mlp_groups: groups of each MLP, a divisor of its hidden width.
+        mlp_budget, mlp_budget_shape, mlp_groups: see `moh_vision.models.vit.MoHVisionTransformer`; groups are chosen by
+            what `route_by` says, as heads are.
         compat: "official", "diffusers" for the timestep frequencies and epsilon of diffusers, or "sit" or "jit" for
             weights of SiT or JiT: the network reads the time 1 - timestep / 1000, from 0 (noise) to 1 (image). SiT's
             predicts x_0 - eps, which the model negates. Both need a prediction on the linear path, of the "velocity" in
@@ -317,7 +311,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
-        mlp_groups: int = GROUPS,
+        mlp_groups: int = DEFAULT_GROUPS,
         compat: str = "official",
         patch_bottleneck: int | None = None,
         prediction: Prediction | dict | None = None,

@@ -12,7 +12,7 @@ from random import Random
 from torch import Tensor, nn
 
 from moh_vision.attention import ModelBudgets, budgets_at, running
-from moh_vision.attention.budget import BudgetError, parse_share
+from moh_vision.attention.budget import GROUPS, BudgetError, parse_share
 from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.models.counts import count_macs
 from moh_vision.models.head_budgets import set_share
@@ -55,13 +55,12 @@ class ElasticBudget:
                 raise ValueError(f"both ends run equally many {parts}; take them further apart")
         except BudgetError as error:
             reason = error.reason
-            parts = "heads"
-            if error.argument == "mlp_budget":
-                reason = f"{error.argument} {reason}"
-                parts = "groups"
+            parts = error.parts
+            if parts == GROUPS:
+                reason = f"{parts.argument} {reason}"
             # The error's own advice is for a single share, and does not fit the ends of a range.
             if error.advice:
-                reason += f"; model.{error.argument} says how many {parts} are shared: give the smallest share there"
+                reason += f"; model.{parts.argument} says how many {parts.many} are shared: give the smallest share there"
             raise ValueError(f"budget_range {list(ends)}: {reason}") from None
         except ValueError as error:
             raise ValueError(f"budget_range {list(ends)}: {error}") from None

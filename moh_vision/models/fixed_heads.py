@@ -18,11 +18,7 @@ from moh_vision.attention import (
 from moh_vision.attention.executors import Sequences
 from moh_vision.attention.executors.groups import GroupsOfSequences
 from moh_vision.attention.model_heads import new_router
-from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear
-
-# Linear layers of routers that have one row per candidate head.
-OF_CANDIDATES = ("routed", "gate", "noise")
 
 
 def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
@@ -46,10 +42,7 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
             continue
         S = layer.budget.shared
         candidates = torch.tensor(heads[S:]) - S
-        state = layer.router.state_dict()
-        for name, tensor in state.items():
-            if name.split(".")[0] in OF_CANDIDATES:
-                state[name] = tensor[candidates]
+        state = layer.router.kept_weights(candidates)
         budget = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S)
         layer.router = new_router(layer, budget)
         layer.router.load_state_dict(state)
@@ -67,7 +60,7 @@ def gather_heads(model: nn.Module) -> int:
     computed = 0
     for layer in attention_layers(model):
         plain = type(layer) is HeadMixtureAttention and not layer.grouped and not layer.needs_query
-        skips_heads = layer.budget.active < layer.num_heads and isinstance(layer.router, TopKRouter)
+        skips_heads = layer.budget.active < layer.num_heads and layer.router.counted
         if plain and skips_heads and layer.scope == "sample":
             layer.executor = Sequences
         if layer.executor is Sequences:
@@ -75,7 +68,7 @@ def gather_heads(model: nn.Module) -> int:
         else:
             computed += layer.num_heads
     for mlp in mlp_layers(model):
-        if mlp.budget.active < mlp.num_heads and isinstance(mlp.router, TopKRouter):
+        if mlp.budget.active < mlp.num_heads and mlp.router.counted:
             mlp.executor = GroupsOfSequences
     return computed
 
@@ -114,10 +107,7 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
         )
     if layer.router.all_heads or len(heads) == S:
         return "its router needs all its heads, or one routed head at least"
-    options = layer.router_kwargs
-    if options.get("gate_scale") == "paper" or options.get("renormalise") is False:
-        return f"its gates, {options}, depend on heads that would leave"
-    return None
+    return layer.router.why_not_keep() or None
 
 
 @torch.no_grad()

@@ -20,15 +20,17 @@ from moh_vision.attention import (
     set_budgets,
 )
 from moh_vision.attention.budget import (
+    GROUPS,
+    HEADS,
+    Parts,
     change_budget,
     log,
-    naming,
     shape_of,
     shaped,
     warn_of_rounding,
 )
 from moh_vision.attention.model_heads import groups_at, heads_at, shaped_as, single_routed
-from moh_vision.attention.routers import MoHRouter, shared_share
+from moh_vision.attention.routers import shared_share
 
 
 def set_head_budget(
@@ -64,7 +66,7 @@ def set_head_budget(
     if groups is not None:
         set_budgets(mlp_layers(model), groups)
         active = sum(b.active for b in groups)
-        warn_of_rounding(mlp, active, sum(b.heads for b in groups), "mlp_budget")
+        warn_of_rounding(mlp, active, sum(b.heads for b in groups), GROUPS)
         model.mlp_budget_spec = mlp
         model.mlp_budget_shape = shape_of(mlp) or getattr(model, "mlp_budget_shape", None)
         _record(model, getattr(model, "head_budget_shape", None))
@@ -109,50 +111,73 @@ def new_budgets(
         spec = default_budget(router)
     if spec is None:  # the router runs all heads
         spec = [(count, 0) for count in heads]
-    spec = shaped(spec, shape)
-    budgets = resolve_budget(spec, len(heads), heads, head_dim, shared_share=shared_share(router))
-    model.head_budget_spec = spec
-    model.head_budget_shape = shape_of(spec) or shape
+    return resolve_and_note(model, spec, shape, heads, head_dim, shared_share(router), HEADS)
+
+
+def resolve_and_note(
+    model: nn.Module,
+    spec: BudgetSpec,
+    shape: str | None,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    shared_share: float,
+    parts: Parts,
+) -> tuple[HeadBudget, ...]:
+    """Resolve a budget of heads or of groups, and note in the model what it was made of.
+
+    Args:
+        model: gets the attributes `head_budget_spec` and `head_budget_shape`, or those of `mlp_budget`.
+        spec, shape: as the user gives them.
+        counts: number of parts of every layer.
+        widths: of a part in every layer.
+        shared_share, parts: see `resolve_budget`.
+    """
+    spec = shaped(spec, shape, parts)
+    budgets = resolve_budget(
+        spec, len(counts), counts, widths, shared_share=shared_share, parts=parts
+    )
+    setattr(model, f"{parts.argument}_spec", spec)
+    setattr(model, f"{parts.argument}_shape", shape_of(spec) or shape)
     return budgets
 
 
 def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Give each layer as many shared heads as its MoH router has in the weights `state_dict`.
+    """Give each layer as many shared heads as its router has in the weights `state_dict`, if they say so.
 
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call this before loading: changed layers get new, untrained routers.
     """
-    _take_shared(model, state_dict, HeadMixtureAttention, "head_budget")
-    _take_shared(model, state_dict, GroupMixtureMlp, "mlp_budget")
+    _take_shared(model, state_dict, HeadMixtureAttention, HEADS)
+    _take_shared(model, state_dict, GroupMixtureMlp, GROUPS)
 
 
 def _take_shared(
-    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, argument: str
+    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, parts: Parts
 ) -> None:
-    """`take_shared_heads` for the layers of one class, whose budget the model got as `argument`."""
+    """`take_shared_heads` for the layers of one class, whose budgets count `parts`."""
     layers: list[RoutedLayer] = []
     trained: list[HeadBudget] = []
     for name, layer in model.named_modules():
-        if not isinstance(layer, layer_class) or not isinstance(layer.router, MoHRouter):
+        if not isinstance(layer, layer_class):
+            continue
+        prefix = f"{name}.router."
+        of_router = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in state_dict.items()
+            if key.startswith(prefix)
+        }
+        shared = layer.router.shared_in(of_router)
+        if shared is None:
             continue
         heads = layer.budget.heads
-        shared = layer.budget.shared
-        routed = state_dict.get(f"{name}.router.routed.weight")  # [candidates, C]
-        # Too many candidates are left for `load_state_dict` to report.
-        if routed is not None and len(routed) <= heads:
-            shared = heads - len(routed)
-        elif routed is None and f"{name}.router.shared.weight" in state_dict:  # no candidates
-            shared = heads
         layers.append(layer)
         trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
         return
-    spec = getattr(model, f"{argument}_spec", None)
+    spec = getattr(model, f"{parts.argument}_spec", None)
     if spec is None or isinstance(spec, (list, tuple)):
         spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
-    with naming(argument):
-        budgets = change_budget(spec, trained)
-    set_budgets(layers, budgets)
+    set_budgets(layers, change_budget(spec, trained, parts=parts))
     _record(model, getattr(model, "head_budget_shape", None))
 
 

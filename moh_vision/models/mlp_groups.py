@@ -10,11 +10,13 @@ from moh_vision.attention import (
     GroupMixtureMlp,
     HeadBudget,
     RoutingStats,
-    resolve_budget,
 )
-from moh_vision.attention.budget import shape_of, shaped
+from moh_vision.attention.budget import GROUPS, SHARED_SHARE
+from moh_vision.attention.model_heads import new_router
+from moh_vision.models.head_budgets import resolve_and_note
 
-GROUPS = 8  # of an MLP, by default
+DEFAULT_GROUPS = 8  # of an MLP
+ROUTER = "moh"  # of the groups
 
 
 def new_mlp_budgets(
@@ -49,14 +51,9 @@ def new_mlp_budgets(
             f"mlp_budget {spec!r} needs scope 'sample', not {scope!r}: with a choice for every token each row of the MLP's "
             "products would have another weight, which takes longer than all groups"
         )
-    spec = shaped(spec, shape, "mlp_budget")
     widths = [group_width(groups, width) for width in hidden]
-    budgets = resolve_budget(
-        spec, len(widths), [groups] * len(widths), widths, argument="mlp_budget"
-    )
-    model.mlp_budget_spec = spec
-    model.mlp_budget_shape = shape_of(spec) or shape
-    return budgets
+    counts = [groups] * len(widths)
+    return resolve_and_note(model, spec, shape, counts, widths, SHARED_SHARE, GROUPS)
 
 
 def group_width(groups: int, hidden: int) -> int:
@@ -74,8 +71,8 @@ def mlp_options(executor: str, router: str, router_kwargs: dict | None) -> dict:
 
     Groups are chosen by MoH's router whatever chooses the heads, with the options of the heads' router if this is MoH's too.
     """
-    options = dict(executor=executor)
-    if router == "moh":
+    options = dict(executor=executor, router=ROUTER)
+    if router == ROUTER:
         options["router_kwargs"] = router_kwargs
     return options
 
@@ -100,13 +97,13 @@ def routed_mlp(mlp: nn.Module, budget: HeadBudget, **options) -> GroupMixtureMlp
         budget: of its groups.
         **options: of `GroupMixtureMlp`.
     """
-    weight = mlp.fc1.weight
-    layer = GroupMixtureMlp(
-        mlp.fc1.in_features, budget, device=weight.device, dtype=weight.dtype, **options
-    )
+    # On the meta device, so that no weights are drawn for linear layers that the dense ones replace.
+    layer = GroupMixtureMlp(mlp.fc1.in_features, budget, device="meta", **options)
     for name in ("fc1", "act", "drop1", "fc2", "drop2"):
         setattr(layer, name, getattr(mlp, name))
-    return layer.train(mlp.training)
+    layer.train(mlp.training)
+    layer.router = new_router(layer, budget)
+    return layer
 
 
 def dense_mlps(model: nn.Module) -> list[Mlp]:
@@ -147,8 +144,7 @@ def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -
     mlps = dense_mlps(model)
     for block, mlp, budget in zip(model.blocks, mlps, budgets, strict=True):
         block.mlp = routed_mlp(mlp, budget, **options)
-        for parameter in block.mlp.router.parameters():
-            nn.init.zeros_(parameter)
+        block.mlp.router.become_dense()
 
 
 def zero_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ from torch import nn
 
 from moh_vision.attention import attention_layers, mlp_layers
 from moh_vision.attention.budget import shape_of
-from moh_vision.attention.routers import DenseRouter
 from moh_vision.common.cli import refuse_missing_source
 from moh_vision.common.errors import closest, reason_of
 from moh_vision.common.io import tensor_files
@@ -173,7 +172,7 @@ def outline_of(source: str, wing: str) -> nn.Module | None:
 
 def is_dense(model: nn.Module) -> bool:
     """Return whether every layer is plain attention, all heads with gate 1, and no MLP has groups."""
-    plain = all(isinstance(layer.router, DenseRouter) for layer in attention_layers(model))
+    plain = all(layer.router.plain_attention for layer in attention_layers(model))
     return plain and not mlp_layers(model)
 
 

@@ -11,8 +11,8 @@ from moh_vision.common.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget, mean_macs, with_elastic
+from moh_vision.models.fine_tuning import train_only
 from moh_vision.models.head_budgets import saved_budget
-from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
 from moh_vision.models.weights import check_side, create, keep_shared_heads
 
@@ -78,10 +78,9 @@ def set_up_model(
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-    description = ""
-    if config.dry_run:  # the model is described at the largest share of an elastic budget
-        shown = describe(full_name(name, arguments), model, *inputs)
-        description = with_elastic(shown, elastic, "\n")
+    if elastic:
+        arguments = arguments | saved_budget(model)
+    description = introduce(full_name(name, arguments), model, elastic, config, say, *inputs)
     macs = 0
     if config.estimate:
         macs = mean_macs(model, elastic, *inputs)
@@ -91,12 +90,34 @@ def set_up_model(
             model.set_grad_checkpointing()
         else:  # diffusers' name
             model.enable_gradient_checkpointing()
-    if elastic:
-        arguments = arguments | saved_budget(model)
-    if not config.dry_run:
-        shown = in_short(full_name(name, arguments), model)
-        say(with_elastic(shown, elastic, "; "))
     return ModelSetup(model, arguments, elastic, inputs, description, macs)
+
+
+def introduce(
+    name: str,
+    model: nn.Module,
+    elastic: ElasticBudget | None,
+    config,
+    say: Callable[[str], None],
+    *inputs: torch.Tensor,
+    **named: torch.Tensor,
+) -> str:
+    """Return the description of a run's model that a dry run prints at its end; of other runs say one line, and return "".
+
+    A model with an elastic budget is described at its largest share.
+
+    Args:
+        name: see `full_name`.
+        model: as it is trained.
+        elastic: draws the budget of every step, or None.
+        config: a `RunConfig`.
+        say: prints a line.
+        *inputs, **named: arguments of one forward of batch 1.
+    """
+    if config.dry_run:
+        return with_elastic(describe(name, model, *inputs, **named), elastic, "\n")
+    say(with_elastic(in_short(name, model), elastic, "; "))
+    return ""
 
 
 def check_memory(

@@ -247,9 +247,7 @@ class TransNeXt(nn.Module):
             no window.
         head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
             stage. None: all heads.
-        head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
-            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
-            from which it cannot be told.
+        head_budget_shape: see `moh_vision.models.vit.MoHVisionTransformer`.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
@@ -608,7 +606,7 @@ VARIANTS = {
 
 def _published(name: str) -> dict:
     """Return the timm configuration of a variant, with the file of its published weights."""
-    if name.startswith("moh"):
+    if name.startswith("moh_"):
         # Names from the published instructions, never checked against the hub.
         *_, size, share = name.split("_")
         repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"

@@ -3,10 +3,10 @@
 `moh_vit_*` is a plain ViT, which Jin 2024 does not report. The paper's MoH-ViT-S and -B are TransNeXts.
 """
 
+import copy
 import dataclasses
 from functools import partial
 
-import torch
 from timm.layers import to_2tuple, use_fused_attn
 from timm.models import (
     build_model_with_cfg,
@@ -24,13 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import (
     HeadMixtureAttention,
+    Router,
     RoutingStats,
     default_budget,
     init_routers,
     run_block,
 )
 from moh_vision.attention.budget import shaped
-from moh_vision.attention.routers import GatedRouter, MoHRouter
 from moh_vision.models.convert import apply, route_heads
 from moh_vision.models.head_budgets import (
     RecordedArguments,
@@ -39,7 +39,7 @@ from moh_vision.models.head_budgets import (
     take_shared_heads,
 )
 from moh_vision.models.mlp_groups import (
-    GROUPS,
+    DEFAULT_GROUPS,
     check_plain,
     mlp_options,
     new_mlp_budgets,
@@ -186,7 +186,7 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         kv_heads: int | None = None,
         mlp_budget=None,
         mlp_budget_shape: str | None = None,
-        mlp_groups: int = GROUPS,
+        mlp_groups: int = DEFAULT_GROUPS,
         pos_embed_std: float = 0.02,
         dynamic_img_pad: bool = False,
         **kwargs,
@@ -272,29 +272,24 @@ def has_routers(state_dict: dict[str, Tensor]) -> bool:
 
 
 def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add the model's routers to a state dict that has none, those of MoH and "gated" as zeros.
+    """Add the model's routers to a state dict that has none, see `Router.become_dense`.
 
-    With these zeros, attention is plain attention while all heads run, and an MLP is a plain MLP. Other routers are added
+    Attention is then plain attention while all heads run, and an MLP is a plain MLP. Routers that cannot start so are added
     with the model's present weights. A state dict that has routers of attention gets no others of attention, and likewise
     of MLPs.
     """
-    zeroed = set()  # names of routers
-    for name, module in model.named_modules():
-        if isinstance(module, (MoHRouter, GatedRouter)):
-            zeroed.add(name)
     missing = [
         part
         for part in (".attn.router.", ".mlp.router.")
         if not any(part in name for name in state_dict)
     ]
     routers = {}
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in missing):
-            # blocks.0.attn.router.routed.weight -> blocks.0.attn.router
-            router = name.rsplit(".", 2)[0]
-            if router in zeroed:
-                tensor = torch.zeros_like(tensor)
-            routers[name] = tensor
+    for name, module in model.named_modules():
+        if isinstance(module, Router) and any(f"{name}.".endswith(part) for part in missing):
+            router = copy.deepcopy(module)
+            if router.can_become_dense():
+                router.become_dense()
+            routers.update(router.state_dict(prefix=f"{name}."))
     return {**state_dict, **routers}
 
 
@@ -377,7 +372,7 @@ def _converted(  # noqa: PLR0913
     router_kwargs=None,
     mlp_budget=None,
     mlp_budget_shape=None,
-    mlp_groups=GROUPS,
+    mlp_groups=DEFAULT_GROUPS,
     **kwargs,
 ):
     """Build timm's ViT `base` and convert it.

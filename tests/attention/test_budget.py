@@ -12,7 +12,7 @@ from moh_vision.attention import (
     head_budget,
     resolve_budget,
 )
-from moh_vision.attention.budget import BudgetError, change_budget, naming, parse_share
+from moh_vision.attention.budget import GROUPS, BudgetError, change_budget, parse_share
 from tests.support.refusals import assert_says, one_line, refuse
 
 
@@ -209,7 +209,7 @@ def test_routed_heads_refused(spec, layers, facts):
 
 
 def test_a_budget_of_groups_speaks_of_groups_and_leaves_what_was_given():
-    with pytest.raises(BudgetError) as raised, naming("mlp_budget"):
-        parse_share("head:0.5")
+    with pytest.raises(BudgetError) as raised:
+        parse_share("head:0.5", GROUPS)
     assert_says(str(raised.value), "mlp_budget 'head:0.5' 'ramp:0.75' groups")
     assert_says(raised.value.reason, "'head:0.5' groups")

@@ -8,7 +8,7 @@ from torch import nn
 
 from moh_vision.attention import GroupMixtureMlp, HeadBudget, SeparateHeadMixtureAttention
 from tests.support.families import FAMILIES, awake
-from tests.support.layers import ROUTERS, C, build
+from tests.support.layers import ROUTERS, C, build, is_possible
 
 DYNAMIC = {"dynamic": True, "automatic": None, "static": False}
 # On the operators, and in plain PyTorch, which "reference" is on any path.
@@ -38,7 +38,11 @@ def mlp(router, scope):
     return layer
 
 
-LAYERS = [(attention, *rest) for rest in itertools.product((*ROUTERS, "separate"), CHOICES)]
+LAYERS = [
+    (attention, router, choice)
+    for router, choice in itertools.product((*ROUTERS, "separate"), CHOICES)
+    if is_possible(ROUTERS.get(router, {}), scope=CHOICES[choice][0])
+]
 LAYERS += [(mlp, *rest) for rest in itertools.product(BUDGETS, OF_SEQUENCES)]
 
 

@@ -116,8 +116,9 @@ def test_the_choice_alone_is_the_same_choice(group, dtype):
     router = QueryNormRouter(C, BUDGET, group=group).eval()
     for q in (torch.randn(B, H, N, D).to(dtype), torch.ones(B, H, N, D, dtype=dtype)):
         with torch.no_grad():
-            want = router(torch.randn(B, N, C, dtype=dtype), q)
-            got = router.choose(q)
+            x = torch.randn(B, N, C, dtype=dtype)
+            want = router(x, q)
+            got = router.choose(x, q, None)
         assert torch.equal(got.active, want.active)
         assert torch.equal(got.weights.to(want.weights), want.weights)
         assert got.active.sum(-1).unique().tolist() == [BUDGET.active]

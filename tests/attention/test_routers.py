@@ -1,5 +1,6 @@
 """One contract for every router, and what the papers say of each; of MoH written out with numpy for one token."""
 
+import itertools
 from itertools import combinations
 
 import numpy as np
@@ -20,19 +21,13 @@ C = 16
 H = 6
 D = 4
 ALL = HeadBudget(H, D, H, 0)
-# name -> budget, sum of a token's weights, active heads (None: not fixed)
-CASES = {
-    "moh": (HeadBudget(H, D, 2, 3), None, 5),
-    "query_norm": (HeadBudget(H, D, 2, 3), 5.0, 5),
-    "moa": (HeadBudget(H, D, 0, 3), 1.0, 3),
-    "mae": (ALL, float(H), H),
-    "gated": (ALL, None, H),
-    "dense": (ALL, None, H),
-}
+BUDGETS = {name: HeadBudget(H, D, *layers.budget_of(name, routed=3)) for name in ROUTERS}
+# The sum of a token's weights, of routers that fix it.
+SUMS = {"query_norm": 5.0, "moa": 1.0, "mae": float(H)}
 
 
 def build(name, **options):
-    router = ROUTERS[name](C, CASES[name][0], **options)
+    router = ROUTERS[name](C, BUDGETS[name], **options)
     for p in router.parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p)
@@ -47,16 +42,12 @@ def inputs(name, batch=B, tokens=N):
     return x, None
 
 
-def test_every_router_has_a_case():
-    assert CASES.keys() == ROUTERS.keys()
-    assert ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", sorted(ROUTERS))
 def test_weights_counts_and_gradients(name):
     """Weights are deterministic and of each sequence by itself; gradients reach every parameter and scored queries."""
     router = build(name).eval()
-    _, total, active = CASES[name]
+    active = BUDGETS[name].active
+    fixed = router.counted or router.all_heads  # whether every token runs so many heads
     x, q = inputs(name)
     if q is not None:
         q.requires_grad_()
@@ -68,17 +59,17 @@ def test_weights_counts_and_gradients(name):
     assert counts.shape == (B, H) and not counts.requires_grad
     assert torch.equal(again.stats.counts, counts)
     assert torch.equal(alone.stats.counts[0], counts[1])
-    tokens = N if name != "mae" else 1  # mae decides once for the sequence
-    assert active is None or counts.sum(1).tolist() == [tokens * active] * B
-    if name == "dense":
+    tokens = 1 if router.choice == "sequence" else N
+    assert not fixed or counts.sum(1).tolist() == [tokens * active] * B
+    if router.plain_attention:
         assert routing.weights is None
         return
     assert routing.weights.shape == (B, tokens, H) and routing.weights.dtype == torch.float32
     assert torch.equal(again.weights, routing.weights)
     torch.testing.assert_close(alone.weights[0], routing.weights[1])
-    if total is not None:
-        torch.testing.assert_close(routing.weights.sum(-1), torch.full((B, tokens), total))
-    assert active is None or (routing.weights > 0).sum(-1).unique().tolist() == [active]
+    if name in SUMS:
+        torch.testing.assert_close(routing.weights.sum(-1), torch.full((B, tokens), SUMS[name]))
+    assert not fixed or (routing.weights > 0).sum(-1).unique().tolist() == [active]
     if routing.active is not None:
         assert torch.equal(routing.active, routing.weights > 0)
     (routing.weights * torch.randn(H)).sum().backward()
@@ -88,20 +79,21 @@ def test_weights_counts_and_gradients(name):
         assert q.grad[:, 2:].norm() > 0 and q.grad[:, :2].norm() == 0  # shared heads are not scored
 
 
-# A choice of each token by itself or by those before it; a causal layer refuses the others.
-BY_TOKEN = [(name, "token", {}) for name in sorted(CASES) if name != "mae"]
-BY_TOKEN += [("mae", "token", dict(pool=pool)) for pool in ("running", "window")]
-BY_SEQUENCE = [(name, "sample", {}) for name in sorted(CASES)] + [("mae", "token", {})]
+def cases_of_layers():
+    """Yield name, scope, options, and whether the layer is causal, which it refuses where a choice reads all tokens."""
+    for name in sorted(ROUTERS):
+        for scope in ROUTERS[name].scopes:
+            yield name, scope, {}, False
+        if ROUTERS[name].reads != "sequence":
+            yield name, "token", {}, True
+    for pool, causal in itertools.product(("running", "window"), (False, True)):
+        yield "mae", "token", dict(pool=pool), causal
 
 
-@pytest.mark.parametrize(
-    "name, scope, options, causal",
-    [(*case, causal) for case in BY_TOKEN for causal in (False, True)]
-    + [(*case, False) for case in BY_SEQUENCE],
-)
+@pytest.mark.parametrize("name, scope, options, causal", list(cases_of_layers()))
 def test_padding_in_the_layer(name, scope, options, causal):
     """Neither outputs nor statistics know of it."""
-    layer = HeadMixtureAttention(C, CASES[name][0], router=name, scope=scope).eval()
+    layer = HeadMixtureAttention(C, BUDGETS[name], router=name, scope=scope).eval()
     layer.router = build(name, **options).eval()
     x = torch.randn(B, N, C)
     padding = torch.zeros(B, N, dtype=torch.bool)

@@ -5,7 +5,6 @@ import pytest
 
 from moh_vision.__main__ import main as command
 from moh_vision.classification import validate
-from moh_vision.data.sources import NoSplit
 from moh_vision.data.splits import in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.engine.checkpoint import export_weights
@@ -115,8 +114,8 @@ def test_a_class_called_train_is_no_split(tmp_path):
         gradient(8, 8).save(folder / "0.png")
     root = str(tmp_path / "data")
     for split in ("train", "val"):
-        facts = f"data.root {root} folder {split} classes shards --in {root} --val-fraction"
-        refuse(facts, open_source, root, split, error=NoSplit)
+        facts = f"data.root {root} classes shards --in {root} --val-fraction"
+        refuse(facts, open_source, root, split)
     assert open_set("REFERENCE", root, None, "train") == root
     assert open_images(root, "reference").count == 2
     # A folder without images beside `train` is no class, so `train` is taken for the split.
@@ -133,7 +132,7 @@ def test_training_reads_a_folder_in_no_split_as_a_whole(tmp_path, names):
         gradient(8, 8).save(tmp_path / name)
     images = open_set("REFERENCE", str(tmp_path), "train", "val")
     assert (images.count, images.name) == (2, f"{tmp_path}, train split")
-    facts = f"REFERENCE {tmp_path} split val data set"
+    facts = f"REFERENCE {tmp_path} split val train"
     refuse(facts, open_set, "REFERENCE", str(tmp_path), "val", "val")
 
 

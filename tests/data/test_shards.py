@@ -23,6 +23,8 @@ from moh_vision.data import write_shards
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import IMAGES, ImageFolder
 from moh_vision.data.shards import Shards
+from moh_vision.data.sources import ImageSource
+from moh_vision.data.splits import SOURCES, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
 from tests.support import refusals
@@ -76,9 +78,10 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert run(root, tmp_path / "small", "--val-fraction", 0.25, "--max-bad-fraction", 0.1) == 0
     assert_says(capfd.readouterr().out, "1 4 classes validation eel")
     assert Shards(str(tmp_path / "small"), "val").classes == ["cat", "dog", "eel", "owl"]
-    write_folder(tmp_path / "split" / "train")
+    for split in ("train", "val"):
+        write_folder(tmp_path / "split" / split)
     assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
-    assert_says(error_line(capfd), f"--val-fraction --in {tmp_path}/split splits train")
+    assert_says(error_line(capfd), f"--val-fraction --in {tmp_path}/split split val")
 
 
 @pytest.mark.parametrize("val", ["val", "validation"])
@@ -398,7 +401,7 @@ CHANGES = {
     ),
     "a class that ends in a space": (
         lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),
-        "{root}/train folder 'cat UTF-8 spaces",
+        "{root}/train class 'cat UTF-8 spaces",
     ),
 }
 
@@ -462,3 +465,46 @@ def test_a_terminal_gets_a_bar(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
     assert "train: 100%" in capfd.readouterr().err
+
+
+class Colours(ImageSource):
+    """Plain colours, as pixels and not as files."""
+
+    classes = ["red", "blue"]
+
+    @classmethod
+    def opens(cls, root):
+        return root == "colours"
+
+    def __init__(self, root, split):
+        self.labels = np.array([0, 1, 1])
+
+    def read(self, index):
+        return np.full((4, 6, 3), 100 * index, np.uint8)
+
+
+@pytest.mark.parametrize("case", ["pixels", "shards"])
+def test_what_data_root_takes_is_written_as_shards(case, tmp_path, monkeypatch):
+    """Pixels are stored as PNG; a sample of a source without names is called by its number."""
+    monkeypatch.setitem(SOURCES, "colours", Colours)
+    root = "colours"
+    if case == "shards":
+        for split, each in (("train", 3), ("val", 2)):
+            write_folder(tmp_path / "images" / split, each=each)
+        assert run(tmp_path / "images", tmp_path / "first") == 0
+        root = str(tmp_path / "first")
+    assert run(root, tmp_path / "out") == 0
+    for split in ("train", "val"):
+        source = open_source(root, split)
+        written = open_source(str(tmp_path / "out"), split)
+        assert len(written) == len(source) and written.classes == source.classes
+        for index, name in enumerate(written.file_names()):
+            assert written.labels[index] == source.labels[int(name)]
+            pixels = np.asarray(written.image(index))
+            assert (pixels == np.asarray(source.image(int(name)))).all()
+
+
+def test_a_folder_that_is_not_there_is_refused_with_its_neighbour(tmp_path, capfd):
+    write_folder(tmp_path / "images", each=1)
+    assert run(tmp_path / "imagse", tmp_path / "out") == 2
+    assert_says(error_line(capfd), f"--in {tmp_path}/imagse no {tmp_path}/images digits hfds/NAME")

@@ -11,20 +11,14 @@ from PIL import Image
 
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
-from moh_vision.data.folder import content_hash
-from moh_vision.data.splits import (
-    DataRecord,
-    in_short,
-    open_source,
-    open_splits,
-)
+from moh_vision.data.division import content_hash
+from moh_vision.data.folder import UndividedFolder
+from moh_vision.data.splits import DataRecord, in_short, open_source, open_splits, outline
+from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.latents.stored import LatentCache
 from tests.support.pictures import convert, write_folder
 from tests.support.refusals import assert_says, one_line, refuse, refused
 from tests.support.shards import write_shards
-
-# What every refusal of `data.val_fraction` says of where the key has an effect.
-ONLY_FOLDERS = "data.val_fraction folders val"
 
 
 def record(root, *allowed):
@@ -244,10 +238,10 @@ def test_new_files_move_no_others(tmp_path, count, fraction):
     classes = {f"c{number:02d}": count for number in range(60)}
     before = parts_of(write_classes(tmp_path, classes), fraction)
     # A class whose images would all be for validation keeps one, which moves when there is another to train on.
+    whole = UndividedFolder(tmp_path)
+    hashes = {whole.path(i): content_hash(whole, i) for i in range(len(whole))}
     kept = [
-        path
-        for path, part in before.items()
-        if part == "train" and content_hash(str(tmp_path / path), path) < fraction * 2**64
+        path for path, part in before.items() if part == "train" and hashes[path] < fraction * 2**64
     ]
     assert len(kept) <= 60 * fraction**count * 3
     after = parts_of(write_classes(tmp_path, classes, first=count), fraction)
@@ -312,11 +306,11 @@ def test_images_are_divided_at_any_depth(tmp_path):
     refuse(facts, open_splits, str(tmp_path), val_fraction=0.3)
 
 
-NEITHER = "data.root train-*.tar folder train val classes --val-fraction"
+NOT_TAKEN = "data.root digits hfds/NAME train/CLASS train-*.tar classes --val-fraction"
 UNDIVIDED = {
-    "no fraction": (("ant", "bee"), 3, None, NEITHER),
-    "names of splits": (("Training", "Test"), 3, 0.5, f"{NEITHER} data.val_fraction"),
-    "classes below": (("a/ant", "b/bee"), 3, 0.5, f"{NEITHER} data.val_fraction"),
+    "no fraction": (("ant", "bee"), 3, None, "data.root split val train data.val_fraction"),
+    "names of splits": (("Training", "Test"), 3, 0.5, NOT_TAKEN),
+    "classes below": (("a/ant", "b/bee"), 3, 0.5, NOT_TAKEN),
     "small share": (("ant", "bee"), 1, 1e-9, "none 2 val_fraction 1e-09 train val"),
     "one image a class": (("ant", "bee"), 1, 0.99999, "none 2 val_fraction 0.99999 train val"),
 }
@@ -338,13 +332,13 @@ ALREADY_DIVIDED = {
 
 @pytest.mark.parametrize("case", ALREADY_DIVIDED)
 def test_validation_images_are_left_as_they_are(tmp_path, case, capsys):
-    """The fraction of a configuration is for folders without a val; on the command line it is refused elsewhere."""
+    """The fraction of a configuration is for data without a val; on the command line it is refused elsewhere."""
     root = ALREADY_DIVIDED[case](tmp_path / "data")
     expected = [len(source) for source in open_splits(root)]
     assert [len(source) for source in open_splits(root, val_fraction=0.5)] == expected
     argv = ["--config", "quickstart/cls", "--data.root", root, "--data.img_size", "8", "--dry-run"]
     said = refused(capsys, train_cls.main, *argv, "--data.val_fraction", "0.5")
-    assert_says(said, f"data.val_fraction 0.5 data.root {root} {ONLY_FOLDERS}")
+    assert_says(said, f"data.val_fraction 0.5 data.root {root} split val")
 
 
 def write_both_splits(root):
@@ -353,28 +347,91 @@ def write_both_splits(root):
     return root
 
 
-def of_the_hub(_, monkeypatch):
+def as_shards(folder, out, monkeypatch):
+    assert convert(folder, out, "--samples-per-shard 15") == 0
+    return str(out)
+
+
+def of_the_hub(folder, out, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat"]))
-    cells = dict(image=[dict(bytes=pixels_of("cat"), path=None)], label=[0])
+    source = open_source(str(folder), "train")
+    features = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=source.classes)
+    )
+    images = [dict(bytes=source.read(i), path=None) for i in range(len(source))]
+    cells = dict(image=images, label=source.labels)
     table = datasets.Dataset.from_dict(cells, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config: dict(train=table))
     return "hfds/anna/pets"
 
 
-TRAIN_ALONE = {
-    "shards": lambda path, _: str(write_shards(path)),
-    "the hub": of_the_hub,
-}
+# Case -> a function that returns what data.root names the same images without validation by.
+TRAIN_ALONE = {"shards": as_shards, "the hub": of_the_hub}
 
 
 @pytest.mark.parametrize("case", TRAIN_ALONE)
-def test_data_that_are_not_divided_say_what_the_fraction_is_for(tmp_path, monkeypatch, case):
-    root = TRAIN_ALONE[case](tmp_path / "data", monkeypatch)
-    refuse(f"data.root {root} {ONLY_FOLDERS}", open_splits, root, val_fraction=0.1)
-    with one_line(f"data.root {root}") as refusal:
-        open_splits(root)
-    assert "val_fraction" not in str(refusal.value)
+def test_an_image_is_on_the_same_side_whatever_holds_it(tmp_path, monkeypatch, case):
+    """So a run on a folder may be compared with one on shards of it. Small and large files are divided alike."""
+    folder = write_classes(tmp_path / "data", {"ant": 40, "bee": 30})
+    for number in range(12):  # larger than the bytes that are hashed
+        pixels = np.random.default_rng(number).integers(0, 256, (100, 90, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "bee" / f"{number}.bmp")
+    root = TRAIN_ALONE[case](folder, tmp_path / "out", monkeypatch)
+    refuse(f"data.root {root} val train data.val_fraction", open_splits, root)
+    expected = open_splits(str(folder), val_fraction=0.3)
+    parts = open_splits(root, val_fraction=0.3)
+    for part, of_folder in zip(parts, expected):
+        assert sorted(of_part(part)) == sorted(of_part(of_folder))
+        assert part.classes == of_folder.classes and part.remarks[-1].startswith(
+            f"{len(parts[1])} of"
+        )
+    _, val = parts
+    assert of_part(open_source(root, "val", val_fraction=0.3)) == of_part(val)
+    assert val.sizes().tolist() == [len(val.read(i)) for i in range(len(val))]
+    records = [
+        DataRecord(root, (), train=one, val=other).splits
+        for one, other in (
+            parts,
+            open_splits(root, val_fraction=0.3),
+            open_splits(root, val_fraction=0.2),
+        )
+    ]
+    assert records[0] == records[1] and records[0] != records[2]
+
+
+def of_part(source):
+    """List the bytes and the label of each sample."""
+    return [(source.read(i), int(source.labels[i])) for i in range(len(source))]
+
+
+def test_shards_stay_shards_where_they_are_divided(tmp_path):
+    """The order takes a few shards at a time; the parts keep this."""
+    root = str(write_shards(tmp_path / "data", count=40, per_shard=10))
+    train, val = open_splits(root, val_fraction=0.3)
+    assert len(train.shard_sizes) == len(val.shard_sizes) == 4
+    assert [a + b for a, b in zip(train.shard_sizes, val.shard_sizes)] == [10] * 4
+    starts = np.cumsum([0, *val.shard_sizes])
+    for number, size in enumerate(val.shard_sizes):
+        for index in range(starts[number], starts[number] + size):
+            assert f"train-{number:06d}.tar" in val.where(index)
+
+
+def test_the_parts_of_a_folder_stay_what_they_were(tmp_path):
+    """Runs that were begun on a divided folder go on."""
+    write_classes(tmp_path, {"ant": 40, "bee": 25, "cat": 1})
+    digests = [
+        outline(source, source.listing())["sha256"][:16]
+        for source in open_splits(str(tmp_path), val_fraction=0.3)
+    ]
+    assert digests == ["a3c925d5f6f7dfec", "3133061671631395"]
+
+
+def test_a_stream_is_not_divided(tmp_path):
+    root = str(write_shards(tmp_path / "data"))
+    stream = ShardStream([], ["0", "1", "2"], 23, "data")
+    facts = f"data.root {root} split val data.exact_order false"
+    refuse(facts, open_splits, root, stream)
+    refuse(f"{facts} data.val_fraction 0.1 stream", open_splits, root, stream, 0.1)
 
 
 def test_a_run_is_not_scored_on_what_it_was_trained_on(tmp_path, capsys):

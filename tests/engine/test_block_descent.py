@@ -12,12 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin
 from safetensors.torch import load_file
 
+from moh_vision.attention.model_heads import routers_of
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent
 from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.step import SkippedSteps
-from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.models.fine_tuning import train_only
 from tests.support.pictures import write_folder
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import assert_says, one_line, refuse
@@ -45,7 +46,7 @@ def vit(**more):
     torch.manual_seed(0)
     model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, **more})
     with torch.no_grad():  # larger gates, so that their gradients are not lost in rounding
-        for router in mae_routers(model):
+        for router in routers_of(model):
             if router.out is not None:
                 router.out.weight.mul_(20)
     return model
@@ -85,9 +86,7 @@ class Training:
         self.model = model
         self.seen = []
         train_only(model, which)
-        self.descent = BlockDescent(
-            self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings)
-        )
+        self.descent = BlockDescent(self.accelerator, model, False, BlockDescentConfig(**settings))
         task = ClassificationTask(model, 0.01)
         optimizer = optimizer or torch.optim.SGD(
             [p for p in model.parameters() if p.requires_grad], lr=0.1
@@ -165,7 +164,7 @@ def test_gates_move_in_every_fifth_epoch_from_the_first_one():
 
 
 def loss_by_hand(model, batch, mode, draw):
-    for router in mae_routers(model):
+    for router in routers_of(model):
         router.set_mode(mode)
     torch.manual_seed(draw)
     logits = model.forward_routed(batch["images"])[0]
@@ -246,17 +245,17 @@ def test_between_steps_the_model_is_as_it_is_evaluated():
     x = torch.randn(2, 3, 16, 16)
     for epoch in (0, 1):
         training.step(epoch, epoch, micro_batches(epoch))
-        assert {router.mode for router in mae_routers(training.model)} == {"soft"}
+        assert {router.mode for router in routers_of(training.model)} == {"soft"}
         training.task.eval()
         with torch.no_grad():
             logits, stats = training.task(x)
         reference = copy.deepcopy(training.model)
-        for router in mae_routers(reference):
+        for router in routers_of(reference):
             router.set_mode("soft")
         torch.testing.assert_close(logits, reference(x), rtol=0, atol=0)
         assert all((entry.counts == 1).all() for entry in stats)  # every head of every sequence
     # Both phases update the running statistics of the gates' batch norm: 3 phases of 2 micro-batches.
-    tracked = [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)]
+    tracked = [int(router.norm.num_batches_tracked) for router in routers_of(training.model)]
     assert tracked == [6] * DEPTH
 
 
@@ -309,10 +308,9 @@ def test_fsdp_is_refused_for_mode_bcd_only():
     state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend="no"))
     sharded = SimpleNamespace(distributed_type="FSDP", state=state)
     model = vit()
-    routers = mae_routers(model)
     with one_line("block_descent.mode bcd FSDP DDP joint"):
-        BlockDescent(sharded, model, routers, False, BlockDescentConfig())
-    BlockDescent(sharded, model, routers, False, BlockDescentConfig(mode="joint"))
+        BlockDescent(sharded, model, False, BlockDescentConfig())
+    BlockDescent(sharded, model, False, BlockDescentConfig(mode="joint"))
 
 
 # ---------------------------------------------------------------- fine-tuning sets
@@ -404,7 +402,7 @@ def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
 def test_gates_that_alone_are_not_finite_end_the_run_too():
     """A good phase F does not reset the count of a step whose phase G is skipped; a good step without phase G does."""
     training = Training(vit())
-    bias = mae_routers(training.model)[0].out.bias.requires_grad_(True)
+    bias = routers_of(training.model)[0].out.bias.requires_grad_(True)
     bias.register_hook(lambda gradient: gradient * math.nan)
     for step in range(9):
         assert training.step(step, 0, micro_batches(step)) == [False, True]

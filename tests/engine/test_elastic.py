@@ -5,7 +5,7 @@ import timm
 
 import moh_vision
 from moh_vision.__main__ import main
-from moh_vision.attention.budget import BudgetError
+from moh_vision.attention.budget import HEADS, BudgetError
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands.runs import read_runs
@@ -133,7 +133,7 @@ def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
     """`BudgetError` holds its advice apart from its message, so the advice can be replaced whatever it says."""
 
     def refuse_share(model, spec):
-        raise BudgetError("'0.5': too few", "take another one; give up")
+        raise BudgetError(HEADS, "'0.5': too few", "take another one; give up")
 
     monkeypatch.setattr("moh_vision.models.elastic.budgets_at", refuse_share)
     with pytest.raises(ValueError) as error:

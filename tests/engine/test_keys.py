@@ -327,6 +327,7 @@ BUDGET = "model.head_budget budget_range"
 VISION = (ClsConfig, DitConfig)
 TRAINING = (ClsConfig, DitConfig, LanguageConfig)
 UNIFORM = {"router": "mae", "mode": "uniform"}
+STACKS = ("encoder_attention", "decoder_attention", "cross_attention")
 USERS_ROUTERS = {  # name -> its attributes beside those of MoH's
     "with_moa": dict(aux_loss="moa"),
     "without": dict(aux_loss=""),
@@ -361,6 +362,9 @@ IDLE = {
     "uniform mae for dense": ((LanguageConfig,), {"model.kwargs": {"attention": UNIFORM}}, "block_descent.mode", ""),
     "uniform mae beside soft": ((LanguageConfig,), {"model.name": "mt_mae_7", "model.kwargs": {"cross_attention": UNIFORM}}, "", "block_descent.mode"),
     "soft mae for uniform": ((LanguageConfig,), {"model.name": "mt_uni_mae_7", "model.kwargs": {"attention": {"router": "mae"}}}, "", "block_descent.mode"),
+    "uniform mae in every stack": ((LanguageConfig,), {"model.name": "mt_mae_7", "model.kwargs": dict.fromkeys(STACKS, UNIFORM)}, "block_descent.mode", ""),
+    "dense in every stack": ((LanguageConfig,), {"model.name": "mt_moh_75", "model.kwargs": dict.fromkeys(STACKS, {"router": "dense"})}, f"{BUDGET} balance_weight", ""),
+    "a user's router in text": ((LanguageConfig,), {"model.kwargs": {"attention": {"router": "with_moa"}}}, "balance_weight block_descent.mode", f"{BUDGET} z_weight"),
     "dense for moh": ((LanguageConfig,), {"model.name": "mt_moh_75", "model.kwargs": {"attention": {"router": "dense"}}}, "balance_weight", ""),
     "nobcd": ((LanguageConfig,), {"model.name": "mt_nobcd"}, "", "block_descent.mode block_descent.gate_lr"),
     "nesterov": (TRAINING, {"optim.name": "nesterov"}, "optim.betas optim.eps", "optim.momentum"),

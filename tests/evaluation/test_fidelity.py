@@ -620,7 +620,7 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
         ([data, data], f"{data} train --size PIXELS 12 8"),
         ([data, statistics], f"{data} train --size PIXELS 12 8"),
         ([folder, folder, "--size", "8"], "--size 8 data set"),
-        ([folder, folder, "--reference-split", "val"], f"REFERENCE {folder} split val data set"),
+        ([folder, folder, "--reference-split", "val"], f"REFERENCE {folder} split val train"),
     ):
         assert_says(refused(capsys, main, *argv), facts)
 

@@ -18,6 +18,7 @@ def data(tmp_path_factory):
 
 
 def recorded(case):
+    """Return the record of a case; a new router's is written by the command above."""
     return json.loads((curves.HERE / f"{case}.json").read_text())
 
 

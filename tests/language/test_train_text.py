@@ -374,9 +374,9 @@ def test_mistakes(data, first, tmp_path, capsys):
     assert_refused(f"init_from {first} vocabulary data.tokenizer", "mt", *other_vocabulary)
     modes = ["--generate.gate_modes", "[soft, argmax]"]
     assert_refused("generate.gate_modes argmax MAE [soft]", "mt", *modes, preset=dense)
-    facts = "generate.gate_modes argmax UNI-MAE random"
+    facts = "generate.gate_modes argmax uniform random"
     assert_refused(facts, "mt", *modes, preset="mt_uni_mae_7")
-    assert_refused("compile True MAE's", "mt", "--compile", "true")
+    assert_refused("compile True mae", "mt", "--compile", "true")
     for task, option, facts in (
         ("clm", "--data.train=valid", f"data.val val {data['clm']}/valid.txt data.train valid"),
         ("mt", "--data.test=train", f"data.test train {data['mt']}/train.de data.train"),

@@ -263,7 +263,7 @@ REFUSED = {
     "pairs of another depth": (dict(mlp_budget=[(1, 1)]), "mlp_budget 1 layers 3"),
     "too many groups": (
         dict(mlp_budget=[(1, 9)] * 3),
-        "mlp_budget layer 0 shared=1 routed=9 8 groups",
+        "mlp_budget layer 0 shared=1 routed=9 10 8",
     ),
     "no group": (
         dict(mlp_budget="uniform:0.01"),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moh_vision.attention import ROUTERS
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.block_descent import BlockDescent
@@ -95,6 +96,11 @@ CASES = {
         "--data.tokenizer {words} --data.block 16 --optim.batch_size 8 --optim.lr 3e-3 --optim.warmup_steps 5",
     ),
 }
+# Every router has a curve: a ViT's, where no case above has one.
+for name, router in ROUTERS.items():
+    if not any(case.startswith(f"vit_{name}") for case in CASES):
+        budget = " --model.head_budget null" if router.all_heads else ""
+        CASES[f"vit_{name}"] = (train_cls, f"{VIT}--model.router {name}{budget}")
 
 
 def write_data(folder: Path) -> dict:

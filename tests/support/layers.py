@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from moh_vision import attention
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, SeparateHeadMixtureAttention
 from moh_vision.attention.routers.gate_norm import GateNorm
 
@@ -11,19 +12,25 @@ H = 6  # heads
 D = 4  # width of a head
 B = 3  # sequences of a call
 N = 7  # tokens of a sequence
-# Name -> arguments of `build`.
-ROUTERS = {
-    "moh": dict(router="moh", budget=(2, 2)),
-    "query_norm": dict(router="query_norm", budget=(2, 2)),
-    "moa": dict(router="moa", budget=(0, 3), kv_heads=1, qkv_bias=False, proj_bias=False),
-    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
-    "gated": dict(router="gated", budget=(6, 0)),
-    "dense": dict(router="dense", budget=(6, 0)),
-    "mae running": dict(
-        router="mae", budget=(6, 0), router_kwargs=dict(pool="running", dropout=0.0)
-    ),
-    "mae window": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="window", dropout=0.0)),
-}
+
+
+def budget_of(router, shared=2, routed=2):
+    """Return (shared, routed) of H heads for the name of a router: all heads, or as many shared ones as it can have."""
+    chooser = attention.ROUTERS[router]
+    if chooser.all_heads:
+        return (H, 0)
+    if chooser.shared_share == 0:
+        return (0, 3)
+    return (shared, routed)
+
+
+# Name -> arguments of `build`: every registered router, some as their papers have them, and more of MAE.
+ROUTERS = {name: dict(router=name, budget=budget_of(name)) for name in attention.ROUTERS}
+ROUTERS["moa"].update(kv_heads=1, qkv_bias=False, proj_bias=False)
+ROUTERS["mae"].update(router_kwargs=dict(mode="argmax", dropout=0.0))
+for pool in ("running", "window"):
+    options = dict(pool=pool, dropout=0.0)
+    ROUTERS[f"mae {pool}"] = dict(router="mae", budget=(H, 0), router_kwargs=options)
 # Case -> arguments of `build`, and options of a call, which `call_of` takes out.
 CASES = {
     "self": {},
@@ -59,6 +66,20 @@ CASES = {
     "one token": dict(tokens=1),
     "one sequence": dict(batch=1),
 }
+
+
+def is_possible(options, **call):
+    """Return whether a layer takes a scope, and causal calls, by what its router says; both are refused elsewhere.
+
+    options, call: arguments of `build` and of a case; the latter take the place of the former.
+    """
+    options = {**options, **call}
+    chooser = attention.ROUTERS[options.get("router", "moh")]
+    if options.get("scope", "token") not in chooser.scopes:
+        return False
+    pool = (options.get("router_kwargs") or {}).get("pool", "sequence")
+    reads_all = chooser.reads == "sequence" and pool == "sequence"
+    return not (options.get("is_causal") and reads_all)
 
 
 def build(

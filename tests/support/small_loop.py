@@ -19,7 +19,7 @@ def small_loop(
     descent: a `BlockDescent` of the task's model, before its `prepare`. None: block descent for a model without gates.
     """
     if descent is None:
-        descent = BlockDescent(accelerator, task, [], False, BlockDescentConfig())
+        descent = BlockDescent(accelerator, task, False, BlockDescentConfig())
     task, optimizer = descent.prepare(task, optimizer)
     optim = SimpleNamespace(accumulation=accumulation, clip_norm=clip_norm)
     setup = SimpleNamespace(

@@ -1,26 +1,11 @@
 """Routers: `router(x, q=None, padding_mask=None) -> Routing`. A new one is a class in a file here and a line in ROUTERS.
 
-A router knows nothing of attention kernels. It reads tokens, and answers which heads run and with what weight.
-    x             tokens [B, N, C]
-    q             queries [B, H, N, D] as projected, if the router has `needs_query`
-    padding_mask  [B, N], True at padding, which is left out of statistics (and of pooling)
-
-A router has five attributes. `TopKRouter`, the base of routers whose tokens choose their best heads, has values for all:
-    budget        the HeadBudget of the constructor, or the one that `set_budgets` set later
-    needs_query   whether it reads queries; the layer then projects the queries of all heads before it calls the router
-    reads         what a choice depends on. "token": one token. "sequence": all tokens, which get one choice; a causal layer
-                  refuses it. "earlier": a token and those before it; such a router has
-                  `resume(x, padding_mask, state) -> (Routing, state)`, which continues after an earlier call. The state
-                  is None before the first token, then tensors [B, ..]
-    all_heads     whether any head may run for any token, so that no budget may leave heads out
-    aux_loss      the auxiliary losses for its training: those of "moh", of "moa", or "" for none
-Routers that can have shared heads have a sixth:
-    shared_share  share of shared heads among the active ones, for budgets that do not give it
+A router knows nothing of attention kernels. It reads tokens, and answers which heads run and with what weight. `Router`, in
+base.py, lists what it says of itself; `TopKRouter`, in common.py, is the base of routers whose tokens choose their best heads.
 """
 
-from torch import nn
-
 from moh_vision.attention.budget import ACTIVE_SHARE, SHARED_SHARE
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routers.dense import DenseRouter
 from moh_vision.attention.routers.gated import GatedRouter
 from moh_vision.attention.routers.mae import MAERouter
@@ -28,7 +13,7 @@ from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter
 
-ROUTERS: dict[str, type[nn.Module]] = {
+ROUTERS: dict[str, type[Router]] = {
     "moh": MoHRouter,
     "query_norm": QueryNormRouter,
     "moa": MoARouter,
@@ -36,6 +21,29 @@ ROUTERS: dict[str, type[nn.Module]] = {
     "gated": GatedRouter,
     "dense": DenseRouter,
 }
+
+
+def router_class(name: str) -> type[Router]:
+    """Return the class of a router by its name in ROUTERS."""
+    if name not in ROUTERS:
+        known = ", ".join(sorted(ROUTERS))
+        raise ValueError(
+            f"router {name!r} is not one of {known}; one of your own is known where its file is imported first, as by --imports FILE"
+        )
+    found = ROUTERS[name]
+    if not issubclass(found, Router):
+        raise ValueError(
+            f"router {name!r}: {found.__name__} is not derived from moh_vision.attention.Router"
+        )
+    return found
+
+
+def name_of(router: Router) -> str:
+    """Return the name of a router in ROUTERS; that of its class, if it is not registered."""
+    for name, registered in ROUTERS.items():
+        if registered is type(router):
+            return name
+    return type(router).__name__
 
 
 def default_budget(router: str | None) -> float | None:
@@ -49,6 +57,33 @@ def default_budget(router: str | None) -> float | None:
     return ACTIVE_SHARE
 
 
+def is_plain(router: str | None) -> bool:
+    """Return whether the name of a router is that of plain attention; an unknown name is not."""
+    return router in ROUTERS and ROUTERS[router].plain_attention
+
+
+def choosing_and_all() -> str:
+    """Return a sentence with the names of the routers that choose heads, and of those that run all."""
+    choosing = [name for name, chooser in ROUTERS.items() if not chooser.all_heads]
+    all_heads = [name for name, chooser in ROUTERS.items() if chooser.all_heads]
+    return f"{_listed(choosing, 'or')} choose; {_listed(all_heads, 'and')} run all and take no head_budget."
+
+
+def _listed(names: list[str], last: str) -> str:
+    """Join names: "a, b or c"."""
+    *first, end = names
+    if not first:
+        return end
+    return f"{', '.join(first)} {last} {end}"
+
+
+def with_loss(aux_loss: str) -> list[str]:
+    """Return the names of the routers that have these auxiliary losses, see `Router.aux_loss`."""
+    return [name for name, chooser in ROUTERS.items() if chooser.aux_loss == aux_loss]
+
+
 def shared_share(router: str | None) -> float:
     """Return the share of shared heads among the active ones for budgets that do not give it, see `resolve_budget`."""
-    return getattr(ROUTERS.get(router), "shared_share", SHARED_SHARE)
+    if router in ROUTERS:
+        return ROUTERS[router].shared_share
+    return SHARED_SHARE

@@ -1,47 +1,24 @@
 """Parts that several routers use: a base class, their linear layer, and means over tokens."""
 
-from typing import Any
-
 import torch
 import torch.fx
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
+from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
-from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routing import Routing, RoutingStats
 
 # A leaf while fx traces; `wrap` is needed in every module that calls the function.
 torch.fx.wrap("gate_logits")
 
 
-class TopKRouter(nn.Module):
-    """Base of routers whose tokens choose their best heads. Holds the budget, which `set_budgets` may replace."""
+class TopKRouter(Router):
+    """Base of routers whose tokens choose their best heads, just as many as the budget says."""
 
-    needs_query = False
-    reads = "token"
-    all_heads = False
+    counted = True
     aux_loss = "moh"
-    shared_share = SHARED_SHARE
-    # Whether `as_linear` describes `forward`. It does not where a subclass has replaced `forward` alone.
-    routes_linearly = False
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-        cls.routes_linearly = "as_linear" in vars(owner)
-
-    def __init__(self, budget: HeadBudget):
-        super().__init__()
-        self.budget = budget
-
-    def as_linear(self, x: Tensor) -> LinearRouter | None:
-        """Return the router as one linear layer with tokens x [.., C] as input, for operators that route.
-
-        None: the router does more than one linear layer does, or its modules must be called.
-        """
-        return None
 
     @property
     def num_shared(self) -> int:

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.fx
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from moh_vision.attention.linear import in_float
@@ -37,6 +37,13 @@ class GateNorm(_NormBase):
         # Statistics that the last causal training forward used; activation checkpointing repeats it with the same.
         self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
         self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
+
+    def init_weights(self) -> None:
+        """Set parameters and buffers to those of a new norm."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+        for name, buffer in self.named_buffers():
+            nn.init.constant_(buffer, float(name.endswith("var")))
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Normalise x [B, P, C], in float32 or better; padding_mask [B, P] is True at padding."""

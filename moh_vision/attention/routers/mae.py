@@ -1,7 +1,9 @@
 """`MAERouter`: a mixture of experts, each of which is h - 1 (or h - t) of the h heads. Peng 2020."""
 
 import math
+from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.fx
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routers.common import (
     GateLinear,
     causal_mean,
@@ -28,7 +31,7 @@ torch.fx.wrap("masked_mean")
 torch.fx.wrap("causal_mean")
 
 
-class MAERouter(nn.Module):
+class MAERouter(Router):
     """Mixes experts, one for each choice of t of the h heads to leave out, by a gate on the pooled sequence.
 
     Peng 2020, eq. 5 and 6. Expert S (a set of h - t heads) is h / (h - t) times the sum of its heads. The mixture with gate
@@ -61,10 +64,12 @@ class MAERouter(nn.Module):
         mode: see above.
     """
 
-    needs_query = False
     reads = "sequence"
+    choice = "sequence"
     all_heads = True
-    aux_loss = ""
+    # With torch 2.15's inductor, unlike other backends, the compiled loss has no gradient.
+    trains_compiled = False
+    layer_options = ("pool",)
 
     def __init__(
         self,
@@ -77,8 +82,7 @@ class MAERouter(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__()
-        self.budget = budget
+        super().__init__(budget)
         h = budget.heads
         if budget.shared < h:
             raise ValueError(
@@ -92,6 +96,7 @@ class MAERouter(nn.Module):
         self.pool = pool
         if causal:
             self.reads = "earlier"
+            self.choice = "token"
         self.window = 0
         if pool == "window":
             self.window = WINDOW
@@ -110,9 +115,27 @@ class MAERouter(nn.Module):
         self.set_mode(mode)
 
     def init_non_persistent_buffers(self) -> None:
-        """Compute `members`, which checkpoints do not have. timm's `reinit_non_persistent_buffers(model)` calls this."""
+        """Compute `members`, which checkpoints do not have."""
         left_out = list(combinations(range(self.members.shape[1]), self.leave_out))
         self.members.fill_(1).scatter_(1, torch.tensor(left_out, device=self.members.device), 0)
+
+    def init_weights(self) -> None:
+        """Set the batch norm to that of a new router; linear layers stay as the model has initialised them."""
+        if self.norm is not None:
+            self.norm.init_weights()
+
+    def become_dense(self) -> None:
+        """Make the gate uniform, by zeros in its last linear layer: the mixture weighs every head by 1."""
+        if self.out is not None:
+            nn.init.zeros_(self.out.weight)
+            nn.init.zeros_(self.out.bias)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that `set_mode` takes: without a gate those alone that compute none."""
+        if self.out is None:
+            return UNGATED
+        return MODES
 
     def set_mode(self, mode: str) -> None:
         """Set the mode, one of MODES; a router without a gate takes only those in UNGATED."""
@@ -123,6 +146,57 @@ class MAERouter(nn.Module):
                 f"mode {mode!r} needs a gate; a router made with mode 'uniform' has none"
             )
         self.mode = mode
+
+    @classmethod
+    def options_reading(cls, tokens: str) -> dict[str, str]:
+        return dict(pool=tokens)
+
+    @classmethod
+    def learns_in_turns_with(cls, options: dict[str, Any]) -> bool:
+        return options.get("mode", "soft") == "soft"
+
+    @property
+    def learns_in_turns(self) -> bool:
+        """Whether the gate learns, in phase G with the mixture; in phase F the heads learn with drawn experts."""
+        return self.mode == "soft"
+
+    def take_turn(self, of_heads: bool) -> None:
+        self.set_mode("sampled" if of_heads else "soft")
+
+    def freeze_unused(self) -> None:
+        """Freeze the gate in the modes that do not use it, or without a gradient."""
+        if self.mode != "soft":
+            self.requires_grad_(False)
+
+    def run_alone(self) -> None:
+        if self.norm is not None:
+            self.norm.over_processes = False
+
+    def note(self) -> str:
+        """Describe the experts, which a budget does not show, because it counts every head as shared."""
+        experts, heads = self.members.shape
+        if self.out is None:
+            mixture = "an even mixture takes"
+        else:
+            mixture = "the soft gate mixes"
+        each = f"{heads - self.leave_out} heads each"
+        return f"MAE: {experts} experts of {each}; {mixture} all of them, so every head runs"
+
+    def gate_size(self) -> tuple[int, int] | None:
+        """Return the number of experts, of which the likeliest counts; None where there is no gate, or it is not mixed."""
+        if self.mode != "soft":
+            return None
+        return len(self.members), 1
+
+    def gate_columns(self, unit: str, budgets: Sequence[HeadBudget]) -> str:
+        left_out = []
+        for members in self.members[:2]:
+            heads = (members == 0).nonzero().flatten().tolist()
+            numbers = " and ".join(str(head + 1) for head in heads)
+            word = "heads" if len(heads) > 1 else "head"
+            left_out.append(f"{word} {numbers}")
+        experts = f"expert 1 leaves out {left_out[0]}, expert 2 {left_out[1]}, and so on"
+        return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
 
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None

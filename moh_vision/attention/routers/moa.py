@@ -49,7 +49,7 @@ class MoARouter(TopKRouter):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Set the weights to zero: all experts are equally probable. Models call this after initialising linear layers."""
+        """Set the weights to zero: all experts are equally probable."""
         nn.init.zeros_(self.gate.weight)
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)
@@ -82,3 +82,15 @@ class MoARouter(TopKRouter):
         if self.is_noisy or not plain(self.gate, GateLinear):
             return None
         return LinearRouter(self.gate.weight, *self.settings)
+
+    def macs(self) -> int:
+        """Count W_g alone: noise is for training."""
+        return self.gate.weight.numel()
+
+    def why_not_keep(self) -> str:
+        if self.renormalise:
+            return ""
+        return "its gates, renormalise=False, depend on heads that would leave"
+
+    def kept_weights(self, candidates: Tensor) -> dict[str, Tensor]:
+        return {name: weight[candidates] for name, weight in self.state_dict().items()}

@@ -102,3 +102,37 @@ class MoHRouter(TopKRouter):
         else:
             weight = torch.cat(weights)
         return LinearRouter(weight, *self.settings)
+
+    def init_text_weights(self) -> None:
+        """Draw the weights as the released language models do."""
+        for linear in self.children():
+            nn.init.normal_(linear.weight, std=0.02)
+
+    def become_dense(self) -> None:
+        """Set the weights to zero: all gates of the form "released" are 1 while all heads run."""
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+    def shared_in(self, state_dict: dict[str, Tensor]) -> int:
+        heads = self.budget.heads
+        routed = state_dict.get("routed.weight")  # [candidates, C]
+        if routed is None and "shared.weight" in state_dict:  # no candidates
+            return heads
+        # Too many candidates are left for `load_state_dict` to report.
+        if routed is None or len(routed) > heads:
+            return self.budget.shared
+        return heads - len(routed)
+
+    def why_not_keep(self) -> str:
+        if self.released:
+            return ""
+        return "its gates, gate_scale='paper', depend on heads that would leave"
+
+    def kept_weights(self, candidates: Tensor) -> dict[str, Tensor]:
+        state = self.state_dict()
+        state["routed.weight"] = state["routed.weight"][candidates]
+        return state
+
+    def only_balance_trains(self) -> bool:
+        """Return whether one head is routed: its gate, renormalised, is constant. In the paper's form no gate is."""
+        return self.released and self.budget.routed == 1

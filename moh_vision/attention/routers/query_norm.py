@@ -36,6 +36,7 @@ class QueryNormRouter(TopKRouter):
     """
 
     needs_query = True
+    layer_options = ("group",)
 
     def __init__(
         self,
@@ -81,10 +82,10 @@ class QueryNormRouter(TopKRouter):
         active = active_heads(self.num_shared, chosen)
         return Routing(weights, active, stats, self.budget.active)
 
-    def choose(self, q: Tensor) -> Routing:
+    def choose(self, x: Tensor, q: Tensor | None, padding_mask: Tensor | None) -> Routing:
         """Choose the heads that `forward` would choose for queries q [B, H, N, D]; no gradient, and empty statistics.
 
-        For decoding token by token, where the many small operations of `forward` take a measurable part of a step.
+        Token by token the many small operations of `forward` take a measurable part of a step.
         """
         chosen = select_top_k(self.norms(q), self.num_routed // self.group)  # [E / group, B, N]
         if self.group > 1:
@@ -102,3 +103,20 @@ class QueryNormRouter(TopKRouter):
             groups = norms.unflatten(0, (self.num_candidates // self.group, self.group))
             norms = torch.linalg.vector_norm(groups, dim=1)
         return norms
+
+    def become_dense(self) -> None:
+        """Change nothing: it has no weights, and all gates are 1 while all heads run."""
+
+    def gates_are_one(self) -> bool:
+        return self.budget.active == self.budget.heads
+
+    def why_not_keep(self) -> str:
+        return ""
+
+    def kept_weights(self, candidates: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def shared_of_text(cls, active: int, heads: int) -> int:
+        """Return half of the active heads, at most half of all: the released MoH-LLaMA3-8B shares 16 of 24 of 32."""
+        return min(heads // 2, active // 2)

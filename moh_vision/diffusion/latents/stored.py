@@ -17,9 +17,9 @@ from torch import Tensor
 from moh_vision.common.errors import reason_of
 from moh_vision.common.io import check_pread
 from moh_vision.data.decode import AS_STORED, Decoding, UnreadableImage
+from moh_vision.data.latents import latents_path
 from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
 from moh_vision.data.sources import ImageSource, Sample
-from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
 
 # The numpy type for each --dtype. numpy has no bfloat16: its bits are stored as unsigned integers.

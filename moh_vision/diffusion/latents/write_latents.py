@@ -38,9 +38,10 @@ from moh_vision.common.progress import Progress
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_loader
 from moh_vision.data.decode import Decoding, add_decoding
 from moh_vision.data.first_look import say_what_is_lost
+from moh_vision.data.latents import latents_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.splits import latents_path, open_source
+from moh_vision.data.splits import open_source
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import (
     DTYPES,

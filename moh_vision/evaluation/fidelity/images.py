@@ -27,16 +27,9 @@ from moh_vision.data.decode import (
 )
 from moh_vision.data.deep_pixels import is_deep
 from moh_vision.data.first_look import lost_of
-from moh_vision.data.folder import (
-    IMAGES,
-    image_files,
-    left_out_line,
-    split_folders,
-    undivided_folder,
-)
-from moh_vision.data.hub import PREFIX
+from moh_vision.data.folder import IMAGES, image_files, left_out_line
 from moh_vision.data.sources import ListedFiles
-from moh_vision.data.splits import is_latent_cache, open_source
+from moh_vision.data.splits import classes_that_open, has_splits, open_source
 
 GREY = ("1", "L", "LA", "La")  # modes of 8 bits or less that `in_8_bits` makes "L"
 Batch = tuple[int, Tensor]  # index of the batch's first image in the set, images
@@ -266,27 +259,14 @@ def open_set(
         split: of a data set, "train" or "val"; None: `default_split`.
         decoding: how the image files of a data set become pixels.
     """
-    if not _is_data_set(path):
+    if split is None and not has_splits(path):  # a folder of images alone is scored as it is
         refuse_missing(key, path)
-        if split == "train" and undivided_folder(path):  # which training reads as a whole
-            source = open_source(path, split, key, val_fraction=0)
-            return SourceImages(source, f"{path}, train split", decoding)
-        if split is not None:
-            raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
         return path
+    if not classes_that_open(path):
+        refuse_missing(key, path)
+        raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
     split = split or default_split
     return SourceImages(open_source(path, split, key), f"{path}, {split} split", decoding)
-
-
-def _is_data_set(path: str) -> bool:
-    """Return whether a path is digits, a data set of the hub, or a folder of shards, splits or latents."""
-    if path == "digits" or path.startswith(PREFIX):
-        return True
-    if any(Path(path).glob("*.tar")):
-        return True
-    return any(
-        split in split_folders(path) or is_latent_cache(path, split) for split in ("train", "val")
-    )
 
 
 def archive_members(path: Path) -> list[str]:

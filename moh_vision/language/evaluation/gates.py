@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from moh_vision.attention import HeadMixtureAttention, RoutingStats
 from moh_vision.attention.kernels.eager import select_top_k
-from moh_vision.attention.routers import MAERouter
 from moh_vision.common.progress import Progress
 from moh_vision.engine.ranks import total
 from moh_vision.language.data.vocabulary import Vocabulary
@@ -28,7 +27,7 @@ class GateStatistics:
     """
 
     def __init__(self, gates: Sequence[tuple[int, int]], vocab_size: int):
-        """Start from zero. `gates`: (E, k) of each layer, see `gate_of`; `vocab_size`: V, above all ids."""
+        """Start from zero. `gates`: (E, k) of each layer, see `Router.gate_size`; `vocab_size`: V, above all ids."""
         self.experts, self.attributed = zip(*gates)
         self.entropies = torch.zeros(len(gates), dtype=torch.float64)  # [layers], sums in nats
         self.gates = torch.zeros(len(gates), dtype=torch.float64)  # [layers], number of gates
@@ -238,7 +237,7 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     ]
     groups: dict[tuple[str, str], list[int]] = {}
     for index, (name, layer) in enumerate(named):
-        if not _has_gate(layer):
+        if layer.router.gate_size() is None:
             continue
         stack = name.partition(".")[0]
         if stack not in ("encoder", "decoder"):
@@ -257,23 +256,9 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
         layers = [named[index][1] for index in indices]
         vocabulary = vocabularies[1 if text == "target" else 0]
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
-        counted = GateStatistics([gate_of(layer) for layer in layers], len(vocabulary))
+        counted = GateStatistics([layer.router.gate_size() for layer in layers], len(vocabulary))
         readings.append(GateReading(stack, text, names, counted, vocabulary, columns))
     return readings
-
-
-def _has_gate(layer: HeadMixtureAttention) -> bool:
-    """Return whether a layer mixes (MAE, but not UNI-MAE) or chooses its heads."""
-    if getattr(layer.router, "mode", None) == "soft":
-        return True
-    return layer.budget.routed > 0 and not layer.router.all_heads
-
-
-def gate_of(layer: HeadMixtureAttention) -> tuple[int, int]:
-    """Return (E, k) of a layer for `GateStatistics`: the experts, and to how many of them a token is attributed."""
-    if layer.router.all_heads:
-        return len(layer.router.members), 1
-    return layer.budget.candidates, layer.budget.routed
 
 
 def columns_of(
@@ -283,31 +268,12 @@ def columns_of(
 
     `layers` are all layers of the reading, and `sequence` is what a row of the model's input is called.
     """
-    router = layer.router
     unit = "token"
-    if layer.scope == "sample" or router.reads == "sequence":
+    if layer.chooses_once:
         unit = sequence
-    if isinstance(router, MAERouter):
-        left_out = []
-        for members in router.members[:2]:
-            heads = (members == 0).nonzero().flatten().tolist()
-            numbers = " and ".join(str(head + 1) for head in heads)
-            word = "heads" if len(heads) > 1 else "head"
-            left_out.append(f"{word} {numbers}")
-        experts = f"expert 1 leaves out {left_out[0]}, expert 2 {left_out[1]}, and so on"
-        return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
-    alike = [other.budget for other in layers if type(other.router) is type(router)]
-    routed = span([budget.routed for budget in alike])
-    shared = span([budget.shared for budget in alike])
-    columns = f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
-    if shared != "0":
-        columns += f" The first {shared} heads are shared: they always run, and E1 is the next."
-    return columns
-
-
-def span(numbers: Sequence[int]) -> str:
-    """Return the smallest and the largest of some numbers, "2 to 5", or the only one."""
-    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+    router_class = type(layer.router)
+    alike = [other.budget for other in layers if type(other.router) is router_class]
+    return layer.router.gate_columns(unit, alike)
 
 
 def readable(vocabulary: Vocabulary, token_id: int) -> str:

@@ -14,11 +14,12 @@ from accelerate.utils import gather_object
 from sacrebleu.metrics import BLEU
 from torch import nn
 
+from moh_vision.attention import Router
+from moh_vision.attention.model_heads import routers_of
 from moh_vision.common.seeds import derive_seed
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
 from moh_vision.language.evaluation.words import tokenise_by
-from moh_vision.models.mae import mae_routers
 
 
 @torch.no_grad()
@@ -70,28 +71,36 @@ def translate(
 
 
 def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
-    """Raise ValueError for a mode that the encoder's gates of MAE lack."""
-    routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
+    """Raise ValueError for a mode that the encoder's gates lack."""
+    routers = routers_with_modes(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:
-        if mode != "soft" and not routers:
+        if mode == "soft":  # as they are
+            continue
+        if not routers:
             raise ValueError(
-                f"generate.gate_modes {mode}: the model's encoder has no gates of MAE; use [soft]"
+                f"generate.gate_modes {mode}: the model's encoder has no gates with modes, as MAE's; use [soft]"
             )
-        if mode == "argmax" and any(router.out is None for router in routers):
-            raise ValueError(
-                f"generate.gate_modes {mode}: UNI-MAE has no gate that prefers an expert; take random"
-            )
+        for router in routers:
+            if mode not in router.modes:
+                raise ValueError(
+                    f"generate.gate_modes {mode}: the encoder's gates have no such mode, but {', '.join(router.modes)}"
+                )
+
+
+def routers_with_modes(model: nn.Module) -> list[Router]:
+    """Return the routers of a model whose gates have several modes, see `Router.set_mode`."""
+    return [router for router in routers_of(model) if router.modes]
 
 
 @contextlib.contextmanager
 def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Set the mode of the encoder's MAE gates inside the context, see `MAERouter` (Peng 2020, section 5.1 and table 5).
+    """Set the mode of the encoder's gates inside the context, of MAE in Peng 2020, section 5.1 and table 5.
 
     Gates of the decoder stay soft, because the paper studies encoders alone. "soft" changes nothing.
     """
     routers = []
     if mode != "soft":
-        routers = mae_routers(model.encoder)
+        routers = routers_with_modes(model.encoder)
     before = [router.mode for router in routers]
     try:
         for router in routers:

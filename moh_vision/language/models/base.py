@@ -7,15 +7,14 @@ from transformers import initialization as init
 
 from moh_vision.attention import (
     HeadMixtureAttention,
+    Router,
     RoutingStats,
     attention_layers,
     set_budgets,
 )
 from moh_vision.attention.budget import shape_of
 from moh_vision.attention.model_heads import heads_at
-from moh_vision.attention.routers import GatedRouter, MAERouter, MoARouter, MoHRouter
-from moh_vision.attention.routers.gate_norm import GateNorm
-from moh_vision.language.models.blocks import ExpertBiasAttention
+from moh_vision.language.models.blocks import ExpertAttention
 from moh_vision.language.models.configs import attention_budget
 
 MODELS: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {}  # by their config classes
@@ -146,21 +145,11 @@ class TextModel(RoutedLoss, PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, GateNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-            for name, buffer in module.named_buffers():
-                init.constant_(buffer, float(name.endswith("var")))
-        elif isinstance(module, MAERouter):
+        elif isinstance(module, Router):
+            module.init_text_weights()
             module.init_non_persistent_buffers()
-        elif isinstance(module, (MoARouter, GatedRouter)):
-            module.init_weights()
-        elif isinstance(module, MoHRouter):
-            for linear in module.children():
-                # As in the released code; these layers have no bias.
-                init.normal_(linear.weight, std=0.02)
         elif isinstance(module, HeadMixtureAttention):
-            if isinstance(module, ExpertBiasAttention):
+            if isinstance(module, ExpertAttention) and module.head_bias is not None:
                 init.zeros_(module.head_bias)
             if self.xavier:
                 self._init_attention(module)
@@ -169,12 +158,12 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     def _init_attention(self, attention: HeadMixtureAttention) -> None:
         """Initialise projections by Xavier: the matrix is that of all queries in a multi-head layer, and [C, D] of one
-        expert in MoA (Zhang 2022). Queries (but MoA's), keys and values have gain 1 / sqrt(2)."""
+        expert in a layer of experts (Zhang 2022). Queries (but of experts), keys and values have gain 1 / sqrt(2)."""
         dim = attention.qkv.in_features
         # Squares of the bounds of uniform distributions.
         q_squared = 3 / (dim + attention.q_dim)
         out_squared = 6 / (dim + attention.q_dim)
-        if isinstance(attention.router, MoARouter):
+        if isinstance(attention, ExpertAttention):
             q_squared = 6 / (dim + attention.head_dim)
             out_squared = 6 / (dim + attention.head_dim)
         kv_squared = 3 / (dim + attention.kv_heads * attention.head_dim)

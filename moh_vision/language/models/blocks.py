@@ -12,13 +12,13 @@ from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
     RoutingStats,
-    default_budget,
     resolve_budget,
     run_block,
 )
 from moh_vision.attention.executors import Executor
+from moh_vision.attention.routers import router_class
 from moh_vision.attention.routing import Call
-from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig, attention_budget
+from moh_vision.language.models.configs import TextConfig, attention_budget, is_of_experts
 
 
 def with_positions(x: Tensor, positions: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def padding_of(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def build_attention(
-    spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
+    spec: dict, config: TextConfig, layers: int, pool: str, crosses: bool = False
 ) -> list[HeadMixtureAttention]:
     """Return the attention layers of a stack.
 
@@ -58,48 +58,70 @@ def build_attention(
         spec: an attention dict, see `TextConfig`.
         config: of the model.
         layers: their number.
-        pool: how a gate of MAE pools tokens: "sequence", "running" or "window".
-        route_by: which tokens such a gate pools: "query" or "context".
+        pool: which tokens a choice may read, see `Router.options_reading`; with "sequence" all, later ones too.
+        crosses: whether the layers attend to another text. A router that chooses once for a sequence then reads that text.
+            The tokens of the layers' own text must not read later ones.
     """
     router = spec["router"]
+    chooser = router_class(router)
     dim = config.hidden_size
     heads = config.num_attention_heads
-    kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
+    router_kwargs = {key: spec[key] for key in chooser.options() if key in spec}
+    router_kwargs.update(chooser.options_reading(pool))
     layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)
+    if crosses and chooser.choice == "sequence":
+        layer_kwargs["route_by"] = "context"
     bias = spec.get("bias", True)
     attention_class = HeadMixtureAttention
-    if router == "moa":
+    if is_of_experts(spec):
+        attention_class = ExpertAttention
         budgets = [HeadBudget(spec["experts"], spec["head_dim"], 0, spec["top_k"])] * layers
-        layer_kwargs["kv_heads"] = 1
-        if bias:
-            attention_class = ExpertBiasAttention
-    elif default_budget(router) is None:  # the router runs all heads
+    elif chooser.all_heads:
         budgets = [HeadBudget(heads, dim // heads, heads, 0)] * layers
     else:
-        budgets = resolve_budget(attention_budget(spec), layers, heads, dim // heads)
-    if router == "mae":
-        kwargs["pool"] = pool
-        layer_kwargs["route_by"] = route_by
-    return [
+        share = chooser.shared_share
+        budgets = resolve_budget(
+            attention_budget(spec), layers, heads, dim // heads, shared_share=share
+        )
+    attentions = [
         attention_class(
-            dim, budget, router, qkv_bias=bias, proj_bias=bias, router_kwargs=kwargs, **layer_kwargs
+            dim,
+            budget,
+            router,
+            qkv_bias=bias,
+            proj_bias=bias,
+            router_kwargs=router_kwargs,
+            **layer_kwargs,
         )
         for budget in budgets
     ]
+    causal = crosses or pool != "sequence"
+    for attention in attentions:
+        if causal and not attention.by_context and attention.routes_by_all(None):
+            raise ValueError(
+                f"router {router!r} reads all tokens of a sequence: in a decoder it would tell a token of later ones"
+            )
+    return attentions
 
 
-class ExpertBiasAttention(HeadMixtureAttention):
-    """Attention in which every expert has its own output bias; the expert's weight scales its output, bias included.
+class ExpertAttention(HeadMixtureAttention):
+    """Attention whose heads are experts of any number and width, with one key-value head for all of them (Zhang 2022).
 
-    Parameters: those of HeadMixtureAttention without proj.bias, and head_bias [E, C].
+    With `proj_bias` every expert has its own output bias; the expert's weight scales its output, bias included.
+
+    Parameters: those of HeadMixtureAttention without proj.bias, and with `proj_bias` head_bias [E, C].
     """
 
     def __init__(self, dim: int, budget: HeadBudget, router: str, proj_bias: bool = True, **kwargs):
-        super().__init__(dim, budget, router, proj_bias=False, **kwargs)
-        self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
+        super().__init__(dim, budget, router, kv_heads=1, proj_bias=False, **kwargs)
+        self.head_bias = None
+        if proj_bias:
+            self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
 
     def make_executor(self, call: Call, *more: Any) -> Executor:
         executor = super().make_executor(call, *more)
+        if self.head_bias is None:
+            return executor
         combine = executor.combine
 
         def with_biases(o: Tensor) -> Tensor:
@@ -236,9 +258,7 @@ class TextLayers(nn.ModuleList):
     ):
         attention = [build_attention(spec, config, depth, pool)]
         if cross is not None:
-            attention.append(
-                build_attention(cross, config, depth, pool="sequence", route_by="context")
-            )
+            attention.append(build_attention(cross, config, depth, pool="sequence", crosses=True))
         super().__init__(TextLayer(config, *layer, **options) for layer in zip(*attention))
 
     def forward(

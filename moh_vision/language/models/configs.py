@@ -5,24 +5,21 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from moh_vision.attention import BudgetSpec, HeadBudget, default_budget, full_budget, resolve_budget
+from moh_vision.attention import (
+    ROUTERS,
+    BudgetSpec,
+    HeadBudget,
+    default_budget,
+    full_budget,
+    resolve_budget,
+)
 from moh_vision.attention.budget import parse_share, shape_of, shaped
+from moh_vision.attention.routers import router_class
 from moh_vision.common.errors import closest
 
-# Keys that an attention dict may have for a router, beside those of the layer, "bias" (of projections) and "executor".
-ROUTER_KEYS = {
-    "dense": (),
-    "gated": (),
-    "mae": ("leave_out", "mode", "dropout"),
-    "moa": ("renormalise", "noisy"),
-    "moh": ("gate_scale", "two_stage"),
-    "query_norm": (),
-}
-LAYER_KEYS = {
-    "moa": ("top_k", "experts", "head_dim"),
-    "moh": ("head_budget",),
-    "query_norm": ("head_budget",),
-}
+# Keys of an attention dict whose heads are experts: how many a token runs, how many there are, and the width of one. They
+# take the place of head_budget; the experts share one key-value head (Zhang 2022).
+OF_EXPERTS = ("top_k", "experts", "head_dim")
 
 # Keys of the field `moh` and their defaults; head_budget None: all heads are active.
 MOH_FIELDS = {
@@ -33,7 +30,6 @@ MOH_FIELDS = {
     "group": False,
     "router_kwargs": None,
 }
-CAUSAL_ROUTERS = ("query_norm", "moh")
 # Fields of every config that are whole numbers of at least 1.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
@@ -43,31 +39,48 @@ def check_attention(spec: dict, where: str) -> None:
 
     An example is dict(router="moa", top_k=8, experts=32, head_dim=128).
     """
-    if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
+    if not isinstance(spec, dict) or "router" not in spec:
         raise ValueError(
-            f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}"
+            f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTERS)}"
         )
     router = spec["router"]
-    allowed = ("bias", "executor", *LAYER_KEYS.get(router, ()), *ROUTER_KEYS[router])
+    try:
+        chooser = router_class(router)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    allowed = ["bias", "executor", *chooser.options()]
+    if is_of_experts(spec):
+        allowed += OF_EXPERTS
+    elif not chooser.all_heads:
+        allowed += ["head_budget", *OF_EXPERTS]
+    if is_of_experts(spec) and chooser.all_heads:
+        raise ValueError(
+            f"{where}: router {router!r} runs all heads, and cannot choose among experts"
+        )
     for key in spec:
         if key != "router" and key not in allowed:
             raise ValueError(f"{where}: router {router!r} has no {key!r}, {closest(key, allowed)}")
-    if router == "moa":
-        for key in LAYER_KEYS[router]:
-            if type(spec.get(key)) is not int or spec[key] < 1:
-                raise ValueError(
-                    f"{where}: router 'moa' needs {key}, a whole number of at least 1, not {spec.get(key)!r}"
-                )
-        if spec["top_k"] > spec["experts"]:
-            raise ValueError(f"{where}: top_k={spec['top_k']} of only {spec['experts']} experts")
+    if not is_of_experts(spec):
+        return
+    for key in OF_EXPERTS:
+        if type(spec.get(key)) is not int or spec[key] < 1:
+            raise ValueError(
+                f"{where}: router {router!r} with experts needs {key}, a whole number of at least 1, not {spec.get(key)!r}"
+            )
+    if spec["top_k"] > spec["experts"]:
+        raise ValueError(f"{where}: top_k={spec['top_k']} of only {spec['experts']} experts")
+
+
+def is_of_experts(attention: dict) -> bool:
+    """Return whether the heads of an attention dict are experts, of any number and width."""
+    return any(key in attention for key in OF_EXPERTS)
 
 
 def attention_budget(attention: dict) -> BudgetSpec | None:
-    """Return the head_budget of an attention dict; None if the router runs all heads or has top_k ("moa")."""
-    router = attention["router"]
-    if router == "moa":
+    """Return the head_budget of an attention dict; None if the router runs all heads, or chooses among experts."""
+    if is_of_experts(attention):
         return None
-    return attention.get("head_budget", default_budget(router))
+    return attention.get("head_budget", default_budget(attention["router"]))
 
 
 def check_whole(config: PreTrainedConfig, names: Iterable[str]) -> None:
@@ -82,11 +95,12 @@ class TextConfig(PreTrainedConfig):
     """Base class of the text models' configurations.
 
     Args:
-        num_attention_heads: H; the heads of "moa" are its experts instead.
+        num_attention_heads: H, unless the heads are experts.
         attention: dict of the router of all layers, with its options:
             dict(router="dense" | "gated"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
-            dict(router="moa", top_k, experts, head_dim); dict(router="moh" | "query_norm", head_budget=0.75).
-            Each may have bias=False (projections without biases), executor, and the router's options.
+            dict(router="moh" | "query_norm", head_budget=0.75); dict(router="moa", top_k, experts, head_dim): top_k of so
+            many experts, each head_dim wide, which share one key-value head. Each may have bias=False (projections without
+            biases), executor, and the router's options.
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention
             matrix; activation_dropout: inside the feed-forward layers.
         layer_budgets: [shared, routed] of every attention layer after `set_head_budget`; None: it was never called.
@@ -131,6 +145,13 @@ class TextConfig(PreTrainedConfig):
                 check_attention(getattr(self, name), name)
                 setattr(self, name, dict(getattr(self, name)))  # a copy: presets share theirs
         super().__post_init__(**kwargs)
+
+    def attentions(self) -> list[dict]:
+        """Return the attention dict of every stack; one that has none has the model's `attention`."""
+        stacks = [name for name in self.roles if name != "attention"]
+        if not stacks:
+            return [self.attention]
+        return [getattr(self, name) or self.attention for name in stacks]
 
 
 class TranslationConfig(TextConfig):
@@ -214,30 +235,45 @@ def resolve_pairs(
 ) -> list[list[int]]:
     """Return a budget as the config stores it: one [shared, routed] per layer.
 
-    If `spec` is a share that does not say how many heads are shared, a layer of "query_norm" shares min(half of all
-    heads, half of the active ones), rounded down, and a layer of "moh" 40 % of the active ones.
+    If `spec` is a share that does not say how many heads are shared, the router does, see `Router.shared_of_text`.
 
     Args:
         spec: what `resolve_budget` takes; None: all heads run.
-        router: "query_norm" or "moh".
+        router: a name in `moh_vision.attention.ROUTERS`.
         group: count heads in whole key-value groups.
         config: of the model.
     """
+    chooser = router_class(router)
     heads = config.num_attention_heads
     depth = config.num_hidden_layers
     size = heads // config.num_key_value_heads if group else 1
     if spec is None:
-        full = full_budget([heads // size] * depth)
+        full = full_budget([heads // size] * depth, shares=chooser.shared_share > 0)
         spec = [[shared * size, routed * size] for shared, routed in full]
-    budgets = resolve_budget(spec, depth, heads, config.head_dim, size)
-    # In these cases `resolve_budget` has set the shared heads.
-    if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec).shared is not None:
-        return [[budget.shared, budget.routed] for budget in budgets]
+    budgets = resolve_budget(
+        spec, depth, heads, config.head_dim, size, shared_share=chooser.shared_share
+    )
+    says_shared = isinstance(spec, (list, tuple)) or parse_share(spec).shared is not None
     pairs = []
     for budget in budgets:
-        shared = min(heads // size // 2, budget.active // size // 2) * size
+        shared = budget.shared
+        by_router = chooser.shared_of_text(budget.active // size, heads // size)
+        if by_router is not None and not says_shared:
+            shared = by_router * size
         pairs.append([shared, budget.active - shared])
     return pairs
+
+
+def causal_routers() -> list[str]:
+    """Return the routers for a LLaMA-style model: they choose heads by one token, and can start as its dense layer."""
+    return [
+        name
+        for name, chooser in ROUTERS.items()
+        if chooser.reads == "token"
+        and "token" in chooser.scopes
+        and not chooser.all_heads
+        and chooser.can_become_dense()
+    ]
 
 
 def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
@@ -251,20 +287,28 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
             raise ValueError(f"moh: there is no {key!r}, {closest(key, MOH_FIELDS)}")
     moh = {**MOH_FIELDS, **moh}
     router = moh["router"]
-    if router not in CAUSAL_ROUTERS:
-        problem = "is not for a causal model"
-        if router == "gated":
+    chooser = router_class(router)
+    if router not in causal_routers():
+        if chooser.reads != "token":
+            problem = (
+                "reads other tokens, and a causal model of LLaMA's style routes each one by itself"
+            )
+        elif chooser.all_heads:
             problem = "runs all heads, and a LLaMA-style model takes routers with a head_budget"
-        raise ValueError(f"router {router!r} {problem}: give {' or '.join(CAUSAL_ROUTERS)}")
+        else:
+            problem = "cannot start as plain attention, as a causal model of LLaMA's style does"
+        raise ValueError(f"router {router!r} {problem}: give {' or '.join(causal_routers())}")
     if not isinstance(moh["group"], bool):
         raise ValueError(f"group={moh['group']!r} is not True or False")
-    if moh["group"] and router != "query_norm":
+    if moh["group"] and "group" not in chooser.layer_options:
+        choosing = [name for name in causal_routers() if "group" in ROUTERS[name].layer_options]
         raise ValueError(
-            f"group=True chooses whole key-value groups by their queries: it needs 'query_norm', not {router!r}"
+            f"group=True chooses whole key-value groups: it needs {' or '.join(map(repr, choosing))}, not {router!r}"
         )
+    options = chooser.options()
     for key in moh["router_kwargs"] or {}:
-        if key not in ROUTER_KEYS[router]:
-            allowed = ", ".join(ROUTER_KEYS[router]) or "nothing"
+        if key not in options:
+            allowed = ", ".join(options) or "nothing"
             raise ValueError(f"router_kwargs: router {router!r} has no {key!r}, it takes {allowed}")
     spec = shaped(moh["head_budget"], moh["head_budget_shape"])
     moh["head_budget_shape"] = shape_of(spec) or moh["head_budget_shape"]
@@ -288,12 +332,13 @@ class RoutedConfig:
 
     Args:
         moh: None: every head runs. Else a dict of
-            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
+            router: "query_norm" (no parameters, Jin 2024, section 4.4), "moh" (its eq. 5 and 6), or one of your own, see
+                `causal_routers`;
             head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `resolve_pairs`;
             head_budget_shape: how a share is spread over the layers, "ramp" or "uniform"; None: not known;
             executor: a name in `moh_vision.attention.EXECUTORS`;
             group: choose query heads by whole key-value groups ("query_norm" only);
-            router_kwargs: gate_scale and two_stage of "moh".
+            router_kwargs: options of the router, such as gate_scale of "moh".
     """
 
     moh: dict | None = None

@@ -24,6 +24,7 @@ from moh_vision.language.models.configs import (
     MoHLlamaConfig,
     TextConfig,
     TranslationConfig,
+    causal_routers,
 )
 from moh_vision.language.models.masked_lm import MaskedLMModel
 from moh_vision.language.models.translation import TranslationModel
@@ -174,11 +175,21 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
     moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
     given = ", ".join(name for name in moh if name != "router")
     if given and moh.get("router") is None:
-        raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
+        known = " or ".join(map(repr, causal_routers()))
+        raise ValueError(f"{preset} is dense: {given} needs router={known}")
     try:
         return MoHLlamaConfig(**fields, moh=moh if moh.get("router") else None)
     except StrictDataclassError as error:  # transformers' own checks; the message has many lines
         raise ValueError(f"{preset}: {message_of(error)}") from None
+
+
+def preset_routers(preset: str, **overrides: Any) -> list[tuple[str, dict]]:
+    """Return name and options of the router of each stack of a preset, see `preset_config`."""
+    config = preset_config(preset, **overrides)
+    if isinstance(config, TextConfig):
+        return [(spec["router"], spec) for spec in config.attentions()]
+    moh = config.moh or dict(router="dense")
+    return [(moh["router"], moh.get("router_kwargs") or {})]
 
 
 def _allowed_fields(config_class: type[PreTrainedConfig]) -> list[str]:

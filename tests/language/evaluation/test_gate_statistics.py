@@ -10,7 +10,6 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
 from moh_vision.language.evaluation.gates import (
     GateStatistics,
     columns_of,
-    gate_of,
     gate_table,
     token_table,
 )
@@ -89,7 +88,9 @@ def test_against_slow_counting(name):
     torch.manual_seed(0)
     layer = make()
     batches = [batch(seed) for seed in range(5)]
-    statistics, other = (GateStatistics([gate_of(layer)], V) for _ in range(2))  # of two processes
+    statistics, other = (
+        GateStatistics([layer.router.gate_size()], V) for _ in range(2)
+    )  # of two processes
     for number, (x, tokens, padding) in enumerate(batches):
         (other if number % 2 else statistics).update(
             [layer(x, padding_mask=padding)[1]], tokens, padding

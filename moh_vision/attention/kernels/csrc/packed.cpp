@@ -426,8 +426,8 @@ TORCH_LIBRARY_FRAGMENT(moh_vision, m) {
   m.def("project_backward(Tensor grad, Tensor x, Tensor weight, Tensor token, Tensor offsets, int heads) -> (Tensor, Tensor, Tensor)");
   m.def("combine(Tensor o, Tensor weights, Tensor weight, Tensor? bias, Tensor token, Tensor offsets, int heads) -> Tensor");
   m.def("combine_backward(Tensor grad, Tensor o, Tensor weights, Tensor weight, Tensor token, Tensor offsets, int heads) -> (Tensor, Tensor, Tensor)");
-  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor token, Tensor offsets, int heads, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor)");
-  m.def("attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor token, Tensor offsets, int heads, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor, Tensor)");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor token, Tensor offsets, SymInt heads, SymInt tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor)");
+  m.def("attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor token, Tensor offsets, SymInt heads, SymInt tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(moh_vision, CPU, m) {

@@ -14,7 +14,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import Executor, Masked
 from moh_vision.attention.linear import is_captured
-from moh_vision.attention.routers import DenseRouter
 from moh_vision.attention.routing import Call, Routing
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
@@ -60,7 +59,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     Args:
         attn: the dense layer.
         budget: how many of its heads are shared and how many routed ones run.
-        router: "query_norm" or "moh", or "dense".
+        router: a name in `moh_vision.attention.ROUTERS`, of a router that reads one token.
         executor: a name in `moh_vision.attention.EXECUTORS`.
         group: choose query heads by whole key-value groups.
         router_kwargs: arguments of the router.
@@ -111,10 +110,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
     @property
     def is_dense(self) -> bool:
-        """Return whether every head has weight 1: the router is dense, or it is "query_norm" and all heads run."""
-        return isinstance(self.router, DenseRouter) or (
-            self.needs_query and self.budget.active == self.num_heads
-        )
+        """Return whether every head has weight 1."""
+        return self.router.gates_are_one()
 
     def forward(
         self,
@@ -188,8 +185,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             router_queries = queries.transpose(1, 2)
         learns = self.training or torch.is_grad_enabled()
         decodes = x.shape[1] == 1 and not collects and not learns
-        if decodes and self.needs_query:
-            routing = self.router.choose(router_queries)  # statistics would be read by nobody
+        if decodes:
+            routing = self.router.choose(x, router_queries, padded)
         else:
             routing = self.router(x, router_queries, padded)
         if collects:

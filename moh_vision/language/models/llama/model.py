@@ -31,7 +31,6 @@ from moh_vision.language.models.llama.attention import (
     MoHQwen3Attention,
     RoutedAttention,
 )
-from moh_vision.models.convert import zero_router
 from moh_vision.models.head_order import Batch, order_by_contribution
 
 
@@ -233,7 +232,7 @@ def convert_llama(
         )
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
-        zero_router(attention.router)
+        attention.router.become_dense()
     for module in model.modules():
         if type(getattr(module, "config", None)) is type(config):
             module.config = routed_config
