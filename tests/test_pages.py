@@ -28,6 +28,7 @@ from moh_vision.__main__ import COMMANDS
 from moh_vision.__main__ import main as moh_vision_main
 from moh_vision.attention import ROUTERS, attention_layers, head_budget, resolve_budget
 from moh_vision.classification.config import ClsConfig
+from moh_vision.data.splits import SOURCES
 from moh_vision.diffusion import OBJECTIVES
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.engine.command_line import parse_config
@@ -463,6 +464,7 @@ def run_page(page, places):
         pytest.MonkeyPatch.context() as patch,
         mock.patch.dict(ROUTERS),
         mock.patch.dict(OBJECTIVES),
+        mock.patch.dict(SOURCES),
     ):
         patch.setattr(timm, "create_model", create_without_weights)
         for block, command in pieces(page):

@@ -125,10 +125,8 @@ class Watched(NamedTuple):
         if layer.needs_query:  # the router reads the queries of all heads
             queries = layer.num_heads
         keys = layer.kv_heads
-        if (
-            layer.chooses_once and not layer.grouped
-        ):  # no token needs keys and values of the other heads
-            keys = K
+        if layer.chooses_once and not layer.grouped:
+            keys = K  # no token needs keys and values of the other heads
         return AttentionMacs(
             name=name,
             router=name_of(layer.router),

@@ -3,6 +3,7 @@
 import sys
 
 from moh_vision.attention import ROUTERS
+from moh_vision.data.splits import SOURCES
 from moh_vision.diffusion import OBJECTIVES, SAMPLERS
 
 OBJECTIVE = '''"""The cosine interpolant: x_t = cos(a) x_0 + sin(a) eps with a = pi t / 2."""
@@ -85,7 +86,7 @@ class OwnFiles:
 
     def forget(self) -> None:
         """Forget the files, as a new process would that does not import them."""
-        for table in (OBJECTIVES, ROUTERS, SAMPLERS):
+        for table in (OBJECTIVES, ROUTERS, SAMPLERS, SOURCES):
             for name in [name for name, entry in table.items() if self._wrote(entry)]:
                 del table[name]
         for name, module in list(sys.modules.items()):
