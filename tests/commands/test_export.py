@@ -274,7 +274,7 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     refuse("layer 1 all one routed", keep_heads, model_of("vit", VIT), [[0, 2], [0, 1]])
     refuse("layer 0 heads [1, 2] 4 1 rising", keep_heads, model_of("vit", VIT), [[1, 2], [0, 1, 3]])
     scaled = model_of("vit", VIT, router_kwargs=dict(gate_scale="paper"))
-    refuse("layer 0 'gate_scale' 'paper'", keep_heads, scaled, [[0, 2], [0, 1, 3]])
+    refuse("layer 0 gate_scale 'paper'", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
 # Without the model, whose export takes seconds.

@@ -464,7 +464,7 @@ def test_dense_families_have_no_routers():
     families = [name for name in timm.list_models(module="dit") if not name.startswith("moh_")]
     for name in families:
         config = parse("--model.name", name, config_class=DitConfig)
-        assert config.routers() == {"dense"}, name
+        assert config.routers() == [("dense", {})], name
 
 
 def test_options_win_over_files_wherever_they_stand(tmp_path):
