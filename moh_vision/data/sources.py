@@ -103,9 +103,7 @@ class ImageSource(Source):
 
     takes = ""  # what data.root may be, for the message that lists what is taken
     holds = "images"  # "latents": what a VAE made of images, which diffusion alone reads
-    has_splits = (
-        True  # False: images in no split; all are "train", and scores read them as they are
-    )
+    has_splits = True  # False: images in no split; all are "train", and scores read each of them
     exact_order = True
     numbered = False  # True: the classes have no names, only numbers up to the largest label
     folder: Path | None = None  # that has the files of this split; None: they are in no folder

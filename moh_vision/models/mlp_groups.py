@@ -147,23 +147,23 @@ def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -
         block.mlp.router.become_dense()
 
 
-def zero_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:
-    """Zero the routers of MLPs that weights lacked: the MLPs are the dense ones while all groups run.
+def start_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:
+    """Let the routers of MLPs that weights lacked start dense: the MLPs are the dense ones while all groups run.
 
     Args:
         model: has the other weights already.
         fresh: names of parameters that were not in the weights.
 
     Returns:
-        The names of the parameters that are zero now.
+        The names of those of routers of MLPs.
     """
-    zeroed = []
+    started = []
     for name in fresh:
         mlp = model.get_submodule(name.rpartition(".router.")[0])
         if isinstance(mlp, GroupMixtureMlp):
-            nn.init.zeros_(model.get_parameter(name))
-            zeroed.append(name)
-    return zeroed
+            mlp.router.become_dense()
+            started.append(name)
+    return started
 
 
 def refuse_other_groups(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
@@ -175,12 +175,8 @@ def refuse_other_groups(model: nn.Module, state_dict: dict[str, Tensor]) -> None
         if not isinstance(mlp, GroupMixtureMlp):
             continue
         prefix = f"{name}.router."
-        found = {key: tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
         for key, tensor in mlp.router.state_dict(prefix=prefix).items():
-            chooses = key.removeprefix(prefix) in ("routed.weight", "shared.weight")
-            if not found or not chooses:
-                continue
-            if key not in found or len(found[key]) != len(tensor):
+            if key in state_dict and state_dict[key].shape != tensor.shape:
                 raise ValueError(
                     f"{name} chooses among another number of groups than the model's mlp_groups, {mlp.num_heads}"
                 )

@@ -21,7 +21,7 @@ from moh_vision.common.io import tensor_files
 from moh_vision.common.wings import WINGS
 from moh_vision.models.class_names import assumed_order, indices_of, listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
-from moh_vision.models.mlp_groups import refuse_other_groups, zero_mlp_routers
+from moh_vision.models.mlp_groups import refuse_other_groups, start_mlp_routers
 from moh_vision.models.outline import without_values
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
 from moh_vision.models.weight_files import (
@@ -484,11 +484,11 @@ def take_weights(
     dense = not has_routers(state)
     model.load_state_dict(state, strict=False)
     fresh = [name for name in needed if ".router." in name and name not in state]
-    zeroed = zero_mlp_routers(model, fresh)
-    if len(fresh) > len(zeroed):
-        changed.append(f"{len(fresh) - len(zeroed)} router tensors start fresh")
-    if zeroed:
-        changed.append(f"{len(zeroed)} router tensors of MLPs start at zero")
+    started = start_mlp_routers(model, fresh)
+    if len(fresh) > len(started):
+        changed.append(f"{len(fresh) - len(started)} router tensors start fresh")
+    if started:
+        changed.append(f"{len(started)} router tensors of MLPs start at zero")
     return TakenWeights(dense, resized, changed)
 
 
