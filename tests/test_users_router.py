@@ -96,6 +96,10 @@ def test_a_classifier_trains_is_drawn_published_and_opened(trained, run_command,
         assert isinstance(attention_layers(model)[0].router, CosineRouter)
     best = load_file(next(published.glob("*.safetensors")))
     assert small_runs.same(model.state_dict(), best)
+    card = (published / "README.md").read_text()
+    assert (
+        "```python\nimport tests.support.users_routers  #" in card
+    )  # without it the folder does not open
 
 
 def test_a_text_model_trains_is_read_published_and_opened(trained, run_command, tmp_path):

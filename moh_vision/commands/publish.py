@@ -19,7 +19,7 @@ from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from moh_vision.attention import head_budget, model_budgets
+from moh_vision.attention import Router, head_budget, model_budgets
 from moh_vision.attention.routers import is_plain
 from moh_vision.commands.runs import (
     COLUMNS,
@@ -297,6 +297,7 @@ def make_card(
         groups=100 * head_budget(model).get("mlp", {}).get("share", 0),
         set_share=share_arguments(model),
         run_task=run.task,
+        own_modules=own_modules(model),
         size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
         trained_at=elastic_range(run),
@@ -313,6 +314,12 @@ def make_card(
     # The card has read its own text: it is YAML, and says what it was made of.
     assert card.data.to_dict() == metadata_of_card.to_dict()
     return card
+
+
+def own_modules(model: nn.Module) -> list[str]:
+    """Return the modules outside the package that define routers of a model: who opens the folder must import them."""
+    modules = {type(router).__module__ for router in model.modules() if isinstance(router, Router)}
+    return sorted(module for module in modules if not module.startswith("moh_vision."))
 
 
 def elastic_range(run: ScoredRun) -> str:

@@ -25,7 +25,7 @@ def add_imports(parser: argparse.ArgumentParser) -> None:
         "--imports",
         action=ImportFile,
         metavar="FILE",
-        help="Python file of your own that adds routers, objectives, samplers or sources of images, as the run imported it",
+        help="Python file of your own that adds routers, objectives, samplers or data sets, as the run imported it",
     )
 
 

@@ -1,4 +1,4 @@
-"""Import files of a user's own, which add routers, objectives, samplers or sources of images to the package's tables.
+"""Import files of a user's own, which add routers, objectives, samplers or data sets to the package's tables.
 
 A file is code. So only files that the command line names are imported: neither a configuration nor the folder of a run or
 of a published model can name one, because others may have written it.

@@ -91,7 +91,7 @@ def _open_split(root: str, split: str, key: str) -> ImageSource:
         if near:
             problem += f", did you mean {near}?"
         raise FileNotFoundError(f"{problem}; taken are {taken}")
-    problem = f"{key} {root}: not taken; taken are {taken}"
+    problem = f"{key} {root}: not taken; taken are {taken}; a source of your own is known with --imports FILE"
     if os.path.isdir(root):
         divided = (
             f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1"

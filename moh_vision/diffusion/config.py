@@ -375,7 +375,7 @@ class SampleConfig(Guided):
     score_file: str | None = key(None, needs="score")
     """Where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json)."""
     imports: list[str] = key([])
-    """Python files of your own that add routers, objectives or samplers, as the run imported them."""
+    """Python files of your own that add routers, objectives, samplers or data sets, as the run imported them."""
     overwrite: bool = key(False)
     """Replace what is at the output paths; in a folder the samples that sample.py wrote there, other files stay."""
 

@@ -202,8 +202,8 @@ class CommonConfig(Section):
     tf32: bool = key(False)
     """Let NVIDIA GPUs multiply float32 matrices in TF32."""
     imports: list[str] = key([], free=True)
-    """Python files of your own that add routers, objectives, samplers or sources of images (docs/guides/extend.md). They
-    are code: only those on the command line are imported, and every command that opens the run takes the same --imports."""
+    """Python files of your own that add routers, objectives, samplers or data sets (docs/guides/extend.md). They are code: only
+    those on the command line are imported, and every command that opens the run takes the same --imports."""
 
 
 @dataclass(kw_only=True)

@@ -224,3 +224,9 @@ def test_a_sample_that_cannot_be_read_is_named(root, tmp_path, capsys):
     assert_says(refused(capsys, script("cls").main, *argv), f"{root} cat3.jpg")
     with pytest.raises(UnreadableImage):
         open_source(root, "train").image(3)
+
+
+def test_a_source_that_nobody_imported_is_refused_with_the_option_that_brings_it(tmp_path):
+    root = tmp_path / "images.npz"
+    root.write_bytes(b"")
+    refuse("images.npz --imports", open_source, str(root), "train")
