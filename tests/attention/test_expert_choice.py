@@ -80,3 +80,10 @@ def test_in_text_it_is_for_encoders():
     crosses = dict(cross_attention=spec)
     refuse("router 'expert_choice' decoder", text_tiny.tiny, "mt_transformer_base", **crosses)
     refuse("router 'expert_choice' causal moh", convert, llama_tiny.dense(), router="expert_choice")
+
+
+def test_a_table_of_gates_does_not_say_that_every_token_chooses_as_many():
+    layer = build((0, 2), router="expert_choice")
+    assert "chooses" not in layer.router.gate_columns("token", [BUDGET])
+    counted = build((0, 2), router="moa").router
+    assert "every token chooses 2" in counted.gate_columns("token", [BUDGET])

@@ -225,9 +225,10 @@ class Router(nn.Module):
         """
         routed = _span([budget.routed for budget in budgets])
         shared = _span([budget.shared for budget in budgets])
-        columns = (
-            f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
-        )
+        columns = "EN is the share of choices that fell on expert N"
+        if self.counted:
+            columns += f"; every {unit} chooses {routed}"
+        columns += "."
         if shared != "0":
             columns += f" The first {shared} heads are shared: they always run, and E1 is the next."
         return columns
