@@ -16,6 +16,7 @@ from moh_vision.attention import (
     EXECUTORS,
     GroupMixtureMlp,
     HeadMixtureAttention,
+    Router,
     Routing,
     resolve_budget,
 )
@@ -69,18 +70,17 @@ CHECKED = sorted(set(EXECUTORS) - {"reference"})
 GELU = functools.partial(nn.GELU, approximate="tanh")  # of a DiT's MLP
 
 
-class Given(nn.Module):
+class Given(Router):
     """A router that answers with a routing computed before, whose weights are its parameter.
 
     A choice for whole sequences comes with its list, as from a top-k router; for tokens the executors list it themselves.
     """
 
     def __init__(self, routing, budget):
-        super().__init__()
+        super().__init__(budget)
         self.weights = nn.Parameter(routing.weights.float())
         self.active = routing.active
         self.stats = routing.stats
-        self.budget = budget
         self.pairs = None
         if routing.active.shape[1] == 1:
             self.pairs = Pairs(*eager.pairs(routing.active))

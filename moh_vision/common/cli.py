@@ -24,6 +24,7 @@ def add_imports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imports",
         action=ImportFile,
+        default=argparse.SUPPRESS,  # not among the options that a command is called with
         metavar="FILE",
         help="Python file of your own that adds routers, objectives, samplers or data sets, as the run imported it",
     )

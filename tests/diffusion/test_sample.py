@@ -13,8 +13,8 @@ from PIL import Image
 
 from moh_vision import load_run
 from moh_vision.common.io import only_one, sha256_of, write_tensors
+from moh_vision.data.latents import latents_path
 from moh_vision.data.sources import Digits
-from moh_vision.data.splits import latents_path
 from moh_vision.diffusion import FlowMatchingLoss, MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
@@ -686,7 +686,7 @@ def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
     for argv, facts in {
         f"{{}}/grey.npz --extractor {judge}": "generated colour {}/grey.npz grey",
         f"{{}}/few.npz --extractor {judge}": "{}/few.npz 5 reference 8 features allow_biased",
-        "{}/classes": "--score {}/classes val-*.tar folder val",
+        "{}/classes": "--score {}/classes split val train",
         "{}/latents": "--score {}/latents latents train_dit.py images",
         "{}/few.npz --score-split val": "--score {}/few.npz data set split (val)",
         "digits --extractor {}/run --inception-weights x": "inception_weights x run extractor data set",

@@ -284,7 +284,7 @@ def test_routers_and_temperatures_in_the_recipe():
 IMPOSSIBLE = {
     "more heads than there are": (
         dict(head_budget=[[2, 0], [0, 5], [1, 2], [4, 2]]),
-        "head_budget layer 1 shared=0 routed=5 4 heads",
+        "head_budget layer 1 shared=0 routed=5 4",
     ),
     "three stages": (dict(num_heads=(2, 4, 4)), "num_heads (2, 4, 4) 4 stage"),
     "an odd width": (dict(num_heads=(2, 4, 4, 7)), "stage 3 embed_dim 48 multiple num_heads 7"),
