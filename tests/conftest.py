@@ -19,6 +19,8 @@ if not torch.cuda.is_available():
 
 # Tests neither measure attention nor build operators, so that their results depend on no timing and no compiler.
 os.environ.update(MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off")
+# Otherwise a process that is forked after texts were tokenised prints advice, of which tests of commands know nothing.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 # The first backward of a process starts autograd's threads, one for each device that is known by then. A fake tensor makes
 # PyTorch believe in devices that are not there, and after their threads no process that tests fork could differentiate.

@@ -187,7 +187,7 @@ class ImageSource(Source):
             label = self.labels[wrong[0]]
             found = "no label" if label == -1 else f"label {label}"
             raise ValueError(
-                f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on"
+                f"{self.where(int(wrong[0]))}: {found}, but {named} has {len(self.classes)} classes, from 0 on"
             )
 
     def identities(self) -> Iterator[bytes]:

@@ -23,6 +23,9 @@ from moh_vision.common.errors import closest
 # puts them back where a gradient is zero: that is the case for MAE's gates.
 LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
 NOT_SHARDED = ("*adafactor*", "*adamuon")  # use operations that torch's DTensor lacks
+# Muon divides a sharded matrix by its norm in place: torch 2.10's DTensor refuses that, 2.14's does it. Versions between
+# were not tried.
+MUON_SHARDED_FROM = (2, 14)
 OPTIONS = dict(  # options of optim.*, each with words for the optimisers that take it
     betas="two betas, such as adamw",
     eps="eps, such as adamw",
@@ -55,6 +58,10 @@ def check_sharded(name: str) -> None:
     if any(fnmatch(name, pattern) for pattern in NOT_SHARDED):
         raise ValueError(
             f"optim.name {name!r} does not work with FSDP: launch with DDP, or take muon, adamw or lion"
+        )
+    if fnmatch(name, "*muon") and torch.__version__ < MUON_SHARDED_FROM:
+        raise ValueError(
+            f"optim.name {name!r} with FSDP needs torch 2.14, this is {torch.__version__}: launch with DDP, or take adamw or lion"
         )
 
 
