@@ -19,7 +19,8 @@ from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from moh_vision.attention import Router, head_budget, model_budgets
+from moh_vision.attention import head_budget, model_budgets
+from moh_vision.attention.model_heads import routers_of
 from moh_vision.attention.routers import is_plain
 from moh_vision.commands.runs import (
     COLUMNS,
@@ -318,7 +319,7 @@ def make_card(
 
 def own_modules(model: nn.Module) -> list[str]:
     """Return the modules outside the package that define routers of a model: who opens the folder must import them."""
-    modules = {type(router).__module__ for router in model.modules() if isinstance(router, Router)}
+    modules = {type(router).__module__ for router in routers_of(model)}
     return sorted(module for module in modules if not module.startswith("moh_vision."))
 
 

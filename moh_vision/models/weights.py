@@ -558,7 +558,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") ->
     the original ViTs' .npz, and folders of a run, diffusers model or pipeline. Layouts: ours, timm's ViTs,
     official TransNeXt, MoH-ViT, DiT and MoH-DiT, SiT (into a sit_*: the layout is the DiT's), JiT (into a jit_*), and
     diffusers' DiT (whose outputs are the same in a model with compat="diffusers"). With dense weights, routers that can start
-    as plain attention do, see `Router.become_dense`. From weights with routers the model takes the shared heads, but keeps its number of active heads.
+    as plain attention do, see `Router.become_dense`. From weights with routers the model takes the shared heads, but keeps
+    its number of active heads.
 
     Args:
         path: a file or folder as above.
