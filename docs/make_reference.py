@@ -26,7 +26,7 @@ from moh_vision.language.config import LanguageConfig
 from moh_vision.language.models.configs import causal_routers
 from moh_vision.language.models.create import create_text_model, list_text_presets
 from moh_vision.models.counts import count_macs, count_parameters
-from moh_vision.models.weights import image_models
+from moh_vision.models.creation import image_models
 
 DOCS = Path(__file__).parent
 CONFIGS = DOCS.parent / "configs"

@@ -60,6 +60,7 @@ PUBLIC = {
         "describe",
         "elastic",
         "fine_tuning",
+        "fitting",
         "head_load",
         "head_order",
         "registry",

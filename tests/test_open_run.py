@@ -10,10 +10,12 @@ import moh_vision
 from moh_vision.__main__ import main as command
 from moh_vision.common.io import write_tensors
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.opening import kind_of
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights, wing_of
 from tests.support.refusals import one_line
 from tests.support.small_runs import same
 
+TITLES = dict(cls="classifier", dit="diffusion", clm="text")
 KINDS = dict(cls="classification", dit="diffusion", clm="text")
 
 
@@ -33,7 +35,7 @@ def runs(trained, tmp_path_factory):
 def test_every_form_of_a_run_is_the_same_model(runs, name, tmp_path, monkeypatch):
     run = runs[name]
     opened = moh_vision.open_run(run)
-    assert opened.kind == KINDS[name] == kind_of(run)
+    assert opened.kind == KINDS[name] == find_weights(run).wing
     assert not opened.model.training
     weights = "model" if name == "clm" else "ema"
     forms = [
@@ -98,7 +100,7 @@ def test_weights_with_the_name_of_a_model(tmp_path):
 def test_an_option_names_the_model_of_a_file(tmp_path, options, wing):
     """In either of its forms; of two the last counts, as everywhere."""
     (tmp_path / "weights.pt").touch()
-    assert kind_of(tmp_path / "weights.pt", options.split()) == wing
+    assert wing_of(find_weights(tmp_path / "weights.pt"), options.split()) == wing
 
 
 def test_data_losses_and_scores(runs):
@@ -115,7 +117,7 @@ def test_data_losses_and_scores(runs):
 
 def test_samples_are_scored_as_asked(runs):
     asked = f"--score digits --extractor {runs['cls']} --num-images 20 --steps 2 --batch-size 10".split()
-    opened = moh_vision.open_run(runs["dit"], options=asked, scores=True)
+    opened = open_weights(find_weights(runs["dit"]), asked, scores=True)
     assert opened.make_forward()[1] == 10
     for reference in (None, "digits"):  # the training images, as while training
         by_config = moh_vision.open_run(runs["dit"])
@@ -127,9 +129,9 @@ def test_samples_are_scored_as_asked(runs):
 
 
 def test_mistakes_are_one_line(runs, tmp_path):
-    with one_line(f"--checkpoint {tmp_path}/nowhere"):
+    with one_line(f"{tmp_path}/nowhere", FileNotFoundError):
         moh_vision.open_run(tmp_path / "nowhere")
-    with one_line("--checkpoint nowhere run file registered"):
+    with one_line("nowhere run file registered", FileNotFoundError):
         moh_vision.open_run("nowhere")
     shutil.copytree(runs["cls"], tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
@@ -160,13 +162,15 @@ def test_what_has_no_effect_is_refused_by_its_name(runs):
     for name in ("dit_published", "clm_published"):
         with one_line(f"--data.root effect {runs[name]} run"):
             moh_vision.open_run(runs[name], options=root)
-    with one_line(f"name 'clm_base' effect {runs['clm']} text"):
-        moh_vision.open_run(runs["clm"], name="clm_base")
-    scored = dict(options=["--score", "digits"], scores=True)
     with one_line("weights 'model' effect options"):
-        moh_vision.open_run(runs["dit"], "model", **scored)
-    with one_line("name 'moh_dit_small_patch2_75' effect options"):
-        moh_vision.open_run(runs["dit"], name="moh_dit_small_patch2_75", **scored)
+        last = find_weights(runs["dit"], prefer="model")
+        open_weights(last, ["--score", "digits"], scores=True)
+    for form in ("cls_published", "dit_published", "clm_published"):
+        with one_line(f"weights 'ema' effect {runs[form]} one"):
+            moh_vision.open_run(runs[form], "ema")
+    for name in KINDS:
+        with one_line(f"name 'moh_dit_small_patch2_75' effect {runs[name]} {TITLES[name]}"):
+            moh_vision.open_run(runs[name], name="moh_dit_small_patch2_75")
 
 
 def test_a_diffusion_run_numbers_the_classes_of_its_data_by_name(runs, tmp_path):

@@ -19,7 +19,7 @@ from moh_vision.diffusion import sample
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.evaluation.accuracy import refuse_not_finite
 from moh_vision.models import dit
-from moh_vision.models.weights import create
+from moh_vision.models.creation import create
 from tests.support import sampling
 from tests.support.paths import ROOT
 from tests.support.pictures import convert, gradient, write_folder
@@ -273,7 +273,7 @@ QUOTED = {
         ),
     },
     DIFFUSION: {
-        "was trained with use_rot_pos_emb true, this run with false": rotary_positions,
+        "was trained with use_rot_pos_emb true, this model with false": rotary_positions,
         "was trained to predict velocity on path linear (in SiT's time)": another_time,
     },
 }

@@ -15,9 +15,10 @@ from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.diffusion import sample
 from moh_vision.diffusion.sampling import weak_predict
+from moh_vision.models.creation import create
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import create, load_checkpoint
+from moh_vision.models.weights import load_checkpoint
 from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments, entries, same, tensors, whole_and_resumed
 from tests.support.tiny_dit import awake

@@ -16,8 +16,8 @@ from moh_vision.classification.labels import IMAGENET, open_labelled, refuse_oth
 from moh_vision.classification.scores import validate
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.errors import reason_of
-from moh_vision.common.io import RUN_CONFIG, run_of
 from moh_vision.common.progress import Progress
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
@@ -38,11 +38,11 @@ from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.ranks import say
 from moh_vision.evaluation.accuracy import refuse_not_finite
-from moh_vision.models.class_names import assumed_order, listed
+from moh_vision.models.class_names import assumed_order
+from moh_vision.models.creation import check_side
+from moh_vision.models.fitting import advise_on_model_name
 from moh_vision.models.head_budgets import set_head_budget
-from moh_vision.models.pretrained import of_source
-from moh_vision.models.weight_files import weights_file
-from moh_vision.models.weights import advise_on_model_name, to_validate
+from moh_vision.models.weights import Form, Weights
 
 
 class OpenedClassifier(Opened):
@@ -54,7 +54,7 @@ class OpenedClassifier(Opened):
 
     def data(self, split: str) -> LabelledImages:
         if split not in self.splits:
-            self.splits[split] = open_images(self.config, split, self.accelerator)
+            self.splits[split] = open_images(self.config, self.weights, split, self.accelerator)
             self._match_classes(self.splits[split])
         source = self.splits[split]
         source.decoding = self.decoding
@@ -130,58 +130,53 @@ class OpenedClassifier(Opened):
         return [torch.zeros(1, *self.model.pretrained_cfg["input_size"])], {}
 
 
-def open_run(
-    path: str,
-    weights: str | None = None,
-    device: torch.device | None = None,
+def open_weights(
+    found: Weights,
     options: Sequence[str] = (),
+    device: torch.device | None = None,
     *,
-    name: str | None = None,
     split: str | None = None,
     command: str = "open_run",
     saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
-    """Open a classifier, see `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    # A folder of publish or timm is opened by its own path and not by a file in it, because its config.json is read too.
-    ema_of_run = weights == "ema" and (run_of(path) / RUN_CONFIG).is_file()
-    file = path
-    if weights == "model" or ema_of_run:
-        file = str(weights_file(path, weights))
-    argv = ["--checkpoint", file]
-    if name:
-        argv += ["--model.name", name]
-    opened = open_with(parse_config(OpenedClsConfig, [*argv, *options], command, saved), split)
+    """Open a classifier, see `moh_vision.opening.open_weights`; options are those of `OpenedClsConfig`."""
+    argv = ["--checkpoint", found.source]
+    if not found.brings_model and found.architecture:
+        argv += ["--model.name", found.architecture]
+    opened = open_with(
+        parse_config(OpenedClsConfig, [*argv, *options], command, saved), found, split
+    )
     opened.model.to(device or "cpu")
     return opened
 
 
 def open_with(
-    config: OpenedClsConfig, split: str | None = None, accelerator=None
+    config: OpenedClsConfig, found: Weights, split: str | None = None, accelerator=None
 ) -> OpenedClassifier:
-    """Open the classifier of --checkpoint; `split` is opened first, because bare weights take its classes."""
+    """Open the classifier of the weights of --checkpoint; `split` is opened first, because bare weights take its classes."""
     if split is None:
-        return OpenedClassifier(config, *open_classifier(config))
+        return OpenedClassifier(found, config, *open_classifier(config, found))
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
-    source = open_images(config, split, accelerator)
+    source = open_images(config, found, split, accelerator)
     num_classes = len(source.classes)
     if config.labels:
         num_classes = len(IMAGENET)
     model, metadata = open_classifier(
-        config, len(source), in_chans=source.channels, num_classes=num_classes
+        config, found, len(source), in_chans=source.channels, num_classes=num_classes
     )
-    opened = OpenedClassifier(config, model, metadata, {split: source})
+    opened = OpenedClassifier(found, config, model, metadata, {split: source})
     opened.accelerator = accelerator
     opened._match_classes(source)
     return opened
 
 
-def open_images(config: OpenedClsConfig, split: str, accelerator):
+def open_images(config: OpenedClsConfig, found: Weights, split: str, accelerator):
     """Open a split of data.root as a source, or the images of --labels."""
     if config.data.root is None:
         raise ValueError(
             f"--data.root is needed: {config.checkpoint} is no run, whose configuration says which images"
         )
-    _refuse_val_fraction(config)
+    _refuse_val_fraction(config, found)
     with accelerator.main_process_first():
         if config.labels:
             source = open_labelled(config.data.root, config.labels)
@@ -194,19 +189,19 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
     return source
 
 
-def _refuse_val_fraction(config: OpenedClsConfig) -> None:
+def _refuse_val_fraction(config: OpenedClsConfig, found: Weights) -> None:
     """Refuse a data.val_fraction on the command line that has no effect, or would score images that were trained on."""
     refuse_idle_fraction(config.data, config.given)
     if "data.val_fraction" not in config.given:
         return
     if config.labels:
         raise ValueError(f"data.val_fraction has no effect with labels {config.labels}")
-    trained = parse_config(OpenedClsConfig, ["--checkpoint", config.checkpoint], "open_run").data
+    trained = found.config.get("data", {})
     asked = config.data.val_fraction or 0
-    if trained.root == config.data.root and asked > (trained.val_fraction or 0):
+    if trained.get("root") == config.data.root and asked > (trained.get("val_fraction") or 0):
         raise ValueError(
-            f"data.val_fraction {asked:g}: {config.checkpoint} was trained with {trained.val_fraction}, so that images would be "
-            "for validation that it was trained on"
+            f"data.val_fraction {asked:g}: {config.checkpoint} was trained with {trained.get('val_fraction')}, so that images "
+            "would be for validation that it was trained on"
         )
 
 
@@ -216,51 +211,57 @@ BUDGETS = ("model.head_budget", "model.mlp_budget")
 
 
 def open_classifier(
-    config: OpenedClsConfig, images: int = 1, **arguments
+    config: OpenedClsConfig, found: Weights, images: int = 1, **arguments
 ) -> tuple[nn.Module, dict]:
-    """Open the classifier of --checkpoint, in eval mode; also return metadata as `to_validate` does, with img_size.
+    """Open the classifier of weights, in eval mode; also return its metadata.
 
     A run, or a folder saved by timm or publish, brings its model: only the keys in BUDGETS may change it. Other weights
     need the configuration's `model` and `arguments`. `images` is the number of images, which limits a batch's size.
+
+    The metadata have architecture, arguments, classes (or None), weights (the file, as printed) and img_size; of a run also
+    what it has written.
     """
     path = config.checkpoint
     data = config.data
+    changes = {}
+    if data.img_size:
+        changes["img_size"] = data.img_size
     batch = min(data.eval_batch_size, images)
     check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
-    by_timm = (Path(path) / "config.json").is_file() and not (Path(path) / RUN_CONFIG).is_file()
-    if by_timm:
-        name, saved_arguments, cfg = _saved_by_timm(path)
-        model, metadata = to_validate(path, name, saved_arguments, data.img_size)
-        if is_plain(saved_arguments.get("router")):
-            # The model is created as moh_vit. Messages show the name of timm's model, as the folder does.
-            name = saved_arguments.get("base") or name
-        metadata.update(brings_model=True, architecture=name.split(".")[0])
-        metadata["classes"] = cfg["label_names"] or metadata["classes"]
-        data = _decoded_as_saved(data, config.given, path)
-        model.pretrained_cfg = cfg
-        if "data.augment" not in config.given:
-            # "imagenet" takes crop_pct and crop_mode from pretrained_cfg, see `EvalDataConfig.eval_options`.
-            data = replace(data, augment="imagenet")
+    if found.brings_model:
+        found.refuse_other(CLASSIFICATION.name)
+        found = found.with_routing()
+        refuse_idle_model_keys(config, found)
+        model = found.build(**changes)
     else:
         name = config.model.name
         with advise_on_model_name(name):
-            asked_arguments = {**config.model.arguments(), **arguments}
-            model, metadata = to_validate(path, name, asked_arguments, data.img_size)
-    if metadata["brings_model"]:
-        for key in sorted(config.given):
-            if key.partition(".")[0] == "model" and key not in BUDGETS:
-                raise ValueError(
-                    f"{key} has no effect: --checkpoint {path} brings its model, {metadata['architecture']}; "
-                    f"allowed are {' and '.join(BUDGETS)}"
-                )
-        heads, groups = (
-            getattr(config.model, key.partition(".")[2]) if key in config.given else None
-            for key in BUDGETS
-        )
-        if heads is not None or groups is not None:
-            set_head_budget(model, heads, mlp=groups)
-        if not by_timm:
-            data = data_as_trained(data, config.given, metadata)
+            found = found.named(name, {**config.model.arguments(), **arguments}, "--model.name")
+            model = found.build(**changes)
+    check_side(model, data.img_size)
+    metadata = dict(
+        found.metadata,
+        architecture=shown_name(found),
+        arguments={**found.arguments, **changes},
+        classes=found.classes,
+        weights=found.said,
+    )
+    if found.form == Form.TIMM:
+        metadata["classes"] = found.pretrained_cfg["label_names"] or metadata["classes"]
+        data = _decoded_as_saved(data, config.given, path)
+        model.pretrained_cfg = found.pretrained_cfg
+        if "data.augment" not in config.given:
+            # "imagenet" takes crop_pct and crop_mode from pretrained_cfg, see `EvalDataConfig.eval_options`.
+            data = replace(data, augment="imagenet")
+    elif found.brings_model:
+        data = data_as_trained(data, config.given, metadata)
+    asked = {key: None for key in BUDGETS}
+    for key in BUDGETS:
+        if found.brings_model and key in config.given:
+            asked[key] = getattr(config.model, key.partition(".")[2])
+    heads, groups = asked.values()
+    if heads is not None or groups is not None:
+        set_head_budget(model, heads, mlp=groups)
     # `OpenedClassifier` reads images as the configuration says.
     for key in DECODING:
         setattr(config.data, key, getattr(data, key))
@@ -268,19 +269,24 @@ def open_classifier(
     return model, dict(metadata, img_size=model.pretrained_cfg["input_size"][-1])
 
 
-def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
-    """Return (name, arguments, pretrained_cfg) from a folder of `timm.models.save_for_hf` or `moh_vision.publish`."""
-    try:
-        name, arguments, cfg = of_source(folder, "classification")
-        label_names = listed(cfg.get("label_names"), "label_names")
-        return name, arguments, {**cfg, "label_names": label_names}
-    except Exception as error:  # foreign files may hold anything
-        reason = reason_of(error)
-        if isinstance(error, KeyError):
-            reason = f"no {error} in it"
-        raise ValueError(
-            f"--checkpoint {folder}: its config.json is of no classifier that is taken ({reason})"
-        ) from None
+def refuse_idle_model_keys(config: OpenedClsConfig, found: Weights) -> None:
+    """Refuse keys of the model beside weights that bring theirs, except for its budgets."""
+    for key in sorted(config.given):
+        if key.partition(".")[0] == "model" and key not in BUDGETS:
+            raise ValueError(
+                f"{key} has no effect: --checkpoint {config.checkpoint} brings its model, {shown_name(found)}; "
+                f"allowed are {' and '.join(BUDGETS)}"
+            )
+
+
+def shown_name(found: Weights) -> str:
+    """Return the model's name for messages: a dense ViT of timm's, which is created as moh_vit, has timm's name."""
+    name = found.architecture
+    if found.form == Form.TIMM and is_plain(found.arguments.get("router")):
+        name = found.arguments.get("base") or name
+    if found.form == Form.TIMM:
+        return name.split(".")[0]
+    return name
 
 
 def _decoded_as_saved(data: EvalDataConfig, given: Collection[str], folder: str) -> EvalDataConfig:

@@ -23,6 +23,7 @@ from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.cli import refuse_output
 from moh_vision.common.errors import BUILD, BadData, user_errors
 from moh_vision.common.progress import Progress
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.data.first_look import say_what_is_lost
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.command_line import parse_config
@@ -30,6 +31,7 @@ from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import say
 from moh_vision.engine.signals import StopSignals
 from moh_vision.evaluation.accuracy import refuse_not_finite, summary
+from moh_vision.models.weights import find_weights
 
 NAME = "validate.py"
 
@@ -39,7 +41,8 @@ def report(config: ValidateConfig, accelerator) -> None:
 
     --score-file, --head-load and --predictions name further outputs.
     """
-    opened = open_with(config, "val", accelerator)
+    found = find_weights(config.checkpoint, wing=CLASSIFICATION.name, key="--checkpoint")
+    opened = open_with(config, found, "val", accelerator)
     metadata = opened.metadata
     val = opened.splits["val"]
     names: list[str] = []

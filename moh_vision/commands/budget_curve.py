@@ -34,12 +34,12 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
 from moh_vision.commands.search import refuse_budget
-from moh_vision.common.io import run_of
 from moh_vision.common.progress import say
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.opened import Opened
 from moh_vision.models.pretrained import runs_all_heads
-from moh_vision.opening import kind_of, open_run
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights, wing_of
 
 REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
@@ -286,21 +286,22 @@ def figure(options) -> Drawn:
             raise ValueError(
                 f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S"
             )
-    wings = [kind_of(run, options.rest) for run in options.runs]
+    found = [find_weights(run, key="RUN") for run in options.runs]
+    wings = [wing_of(weights, options.rest) for weights in found]
     if len(set(wings)) > 1:
         raise ValueError(
             f"{', '.join(options.runs)} are runs of {', '.join(wings)}: one figure has one kind"
         )
     opened: list[Opened] = []
-    for run in options.runs:
+    for weights in found:
         given = options.rest
-        if opened and wings[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
+        if opened and wings[0] == "classification" and weights.run is None:
             # A folder without config.yaml, such as a published one, names no data and no precision: take the first run's.
             first = opened[0].config
             root = ["--data.root", first.data.root]
             given = [*root, "--mixed_precision", first.mixed_precision, *given]
         opened.append(
-            open_run(run, options=given, split="val", scores=True, command="budget-curve")
+            open_weights(weights, given, split="val", scores=True, command="budget-curve")
         )
         refuse_budget(opened[-1], "--shares", ("head_budget", "mlp_budget"))
     data = {one.config.data.root for one in opened if one.kind != "diffusion"}

@@ -30,12 +30,14 @@ from moh_vision.common.cli import refuse_output
 from moh_vision.common.errors import reason_of
 from moh_vision.common.io import fsync, give_name
 from moh_vision.common.progress import say
+from moh_vision.common.wings import TEXT
 from moh_vision.engine.opened import Opened
+from moh_vision.models.creation import name_problem
 from moh_vision.models.fixed_heads import busiest, computed_groups, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weights import name_problem
-from moh_vision.opening import kind_of, open_run
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights, wing_of
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -205,11 +207,12 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
             f"{source} does not say of which model it is: give NAME --checkpoint {shlex.quote(str(source))}"
         )
     weights = checkpoint or source
-    if kind_of(weights) == "text":
+    found = find_weights(weights, name)
+    if wing_of(found) == TEXT.name:
         raise ValueError(
             f"{weights} is a language model; allowed are classifiers and diffusion models"
         )
-    return open_run(weights, name=name, command="export")
+    return open_weights(found, command="export")
 
 
 def fix_heads(model: nn.Module, file: str) -> None:

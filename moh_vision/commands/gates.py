@@ -17,7 +17,8 @@ from moh_vision.commands.figures import Line, draw_lines, lines_of
 from moh_vision.commands.runs import ScoredRun, grouped, mean_and_spread, read_runs
 from moh_vision.commands.table import Table, markdown
 from moh_vision.language.evaluation.gates import gate_text, read_gates
-from moh_vision.opening import open_run
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights
 
 
 def options(add) -> None:
@@ -66,7 +67,8 @@ def figure(options) -> Drawn:
 def read_split(run: ScoredRun, split: str) -> dict:
     """Read the gates of a run's scored weights on a split of its data, see `read_gates`."""
     given = ["--mixed_precision", "no"]
-    opened = open_run(run.folder, options=given, command="gates", saved=run.saved)
+    found = find_weights(run.folder)
+    opened = open_weights(found, given, command="gates", saved=run.saved)
     text = opened.text()
     accelerator = opened.accelerator
     batches = text.eval_batches(

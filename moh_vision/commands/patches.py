@@ -25,7 +25,8 @@ from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.engine.opened import Opened
 from moh_vision.models.transnext import TransNeXt, stage_sizes
-from moh_vision.opening import kind_of, open_run
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights, wing_of
 
 REST = "RUN"
 MOST_COLUMNS = 9  # most maps in a row
@@ -49,7 +50,7 @@ def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
     names = class_names(metadata["classes"], model.num_classes)
     folder = composed(Path(file).absolute().parent.name)
     run = Path(metadata["weights"])
-    if metadata["brings_model"]:
+    if opened.weights.brings_model:
         run = run_of(metadata["weights"]).resolve()
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)
@@ -176,12 +177,13 @@ def options(add) -> None:
 
 
 def figure(options) -> Drawn:
-    wing = kind_of(options.run, options.rest)
+    found = find_weights(options.run, key="RUN")
+    wing = wing_of(found, options.rest)
     if wing != "classification":
         raise ValueError(
             f"{options.run} is a {wing} model; expected a classifier, whose tokens are patches of an image"
         )
-    opened = open_run(options.run, options=options.rest, command="patches")
+    opened = open_weights(found, options.rest, command="patches")
     picture = decode_image(Path(options.image).read_bytes(), options.image, opened.decoding)
     cfg = opened.model.pretrained_cfg
     image = validation_transform(cfg)(picture)  # [C, h, w]

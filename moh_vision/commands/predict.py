@@ -22,12 +22,14 @@ from moh_vision.data import folder
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.first_look import lost_of
 from moh_vision.data.folder import IMAGES, left_out_line
-from moh_vision.data.imagenet import unnamed_classes, validation_transform
+from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.sources import ImageSource, Joined, ListedFiles
 from moh_vision.data.splits import open_source, splits_of
 from moh_vision.engine.logging import write_json
-from moh_vision.opening import kind_of, open_run
+from moh_vision.models.class_names import unnamed_classes
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights, wing_of
 
 REST = "RUN"
 ENDINGS = (".json",)
@@ -117,10 +119,11 @@ def work(options) -> None:
         raise ValueError(f"--top {options.top}: expected 1 or more")
     sources = [source for path in options.images for source in open_images(path)]
     names_of_images = [name for source in sources for name in image_names(source)]
-    wing = kind_of(options.run, options.rest)
+    found = find_weights(options.run, key="RUN")
+    wing = wing_of(found, options.rest)
     if wing != "classification":
         raise ValueError(f"{options.run} is a {wing} model; expected a classifier")
-    opened = open_run(options.run, options=options.rest, command="predict")
+    opened = open_weights(found, options.rest, command="predict")
     for key in sorted(opened.config.given.intersection(IDLE)):
         raise ValueError(f"{key} has no effect: only the images that are named are read")
     accelerator = opened.accelerator

@@ -36,15 +36,16 @@ from moh_vision.commands.runs import (
     with_scores,
 )
 from moh_vision.common.errors import reason_of
-from moh_vision.common.io import give_name, run_of, sha256_of, step_of
+from moh_vision.common.io import give_name, run_of
 from moh_vision.common.progress import say
+from moh_vision.common.wings import DIFFUSION
 from moh_vision.data.decode import AS_STORED
 from moh_vision.data.hub import hub_name
 from moh_vision.data.splits import RECORD
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe, full_name
-from moh_vision.models.weight_files import scored_weights, weights_file
-from moh_vision.opening import open_run
+from moh_vision.models.weights import Form, Weights, find_weights
+from moh_vision.opening import open_weights
 
 # By task of text: the hub's name of the task, the transformers class.
 TASKS = {
@@ -70,21 +71,10 @@ ROUTING = (
 OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")
 
 
-def weights_of(run: ScoredRun, path: Path) -> Path:
-    """Find the file of weights that `path` means: a run, its checkpoint, or a file.
-
-    For a run that has ended these are the weights that its results are of.
-    """
-    is_run = path.is_dir() and step_of(path) is None
-    # A diffusion run has no results.json: sample.py scores its samples.
-    if is_run and run.wing != "diffusion" and scored_weights(run.folder) is None:
-        say(f"{path}: the run has no results yet; its last weights are taken")
-    return weights_file(str(path))
-
-
-def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
-    """Return the run with the scores of the weights that have this metadata, or None if nothing scored these weights."""
-    file = Path(metadata["weights"])
+def scores_of(run: ScoredRun, found: Weights) -> ScoredRun | None:
+    """Return the run with the scores of these weights, or None if nothing scored them."""
+    file = found.file
+    metadata = found.metadata
     if "best_top1" in metadata:
         scores = {"top1": number_at(metadata, ("best_top1",), file)}
         scored_on = f"the highest of the validations on {run.config.get('data.root')}, after {metadata.get('step')} steps"
@@ -101,7 +91,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     if drawn:
         from moh_vision.diffusion.scores import record_text
 
-        same_weights = scored.sampling.get("weights_sha256") == sha256_of(file)
+        same_weights = scored.sampling.get("weights_sha256") == found.sha256
         signatures = record_text({key: drawn.get(key) for key in ("protocol", "versions")})
     elif results:
         step = results.get("step")
@@ -112,7 +102,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
         translations = results.get("bleu", {}).get("soft", {})
         signatures = "\n".join(form["signature"] for form in translations.values())
     elif in_run:
-        same_name = file.name == weights_file(str(run.folder)).name
+        same_name = file.name == find_weights(run.folder).file.name
         same_weights = same_name and metadata.get("step") == scored.steps
     # The command `lm`, which scores suites, reads model.safetensors.
     of_suites = in_run and file.stem == "model"
@@ -274,7 +264,7 @@ def make_card(
     shown = []
     if scored:
         shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scored.scores.items()]
-    if scored and Path(metadata["weights"]) == scored_weights(run.folder):
+    if scored and opened.weights.is_scored:
         by_share = at_shares([scored])
         for share in list(by_share)[:-1]:  # the scores at the last share are listed already
             (run_at_share,) = by_share[share]
@@ -293,7 +283,7 @@ def make_card(
         template_path=Path(__file__).with_name("model_card.md"),
         name=name,
         metadata=metadata,
-        file=Path(metadata["weights"]).name,
+        file=opened.weights.file.name,
         share=100 * head_budget(model)["share"],
         groups=100 * head_budget(model).get("mlp", {}).get("share", 0),
         set_share=share_arguments(model),
@@ -418,9 +408,13 @@ def work(options) -> None:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))
-    opened = open_run(weights_of(run, path), command="publish", saved=run.saved)
+    found = find_weights(path)
+    # A diffusion run has no results.json: sample.py scores its samples.
+    if found.form == Form.RUN and run.wing != DIFFUSION.name and not found.is_scored:
+        say(f"{path}: the run has no results yet; its last weights are taken")
+    opened = open_weights(found, command="publish", saved=run.saved)
     with as_written(f"{run.folder}: its scores are"):
-        scored = scores_of(run, opened.metadata)
+        scored = scores_of(run, found)
     save = SAVE[opened.kind]
     # Write a hidden folder beside the final one and rename it at the end: no half-written folder has the final name.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:

@@ -16,7 +16,8 @@ from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget, set_share
-from moh_vision.opening import open_run, wing_said
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights, wing_said
 
 
 class Column(NamedTuple):
@@ -141,7 +142,7 @@ class ScoredRun(NamedTuple):
 
         Raises FileNotFoundError if the run has no weights.
         """
-        opened = open_run(self.folder, saved=self.saved)
+        opened = open_weights(find_weights(self.folder), saved=self.saved)
         shares = {key: self.sampling.get(key) for key in ("head_budget", "mlp_budget")}
         if any(share is not None for share in shares.values()):
             set_head_budget(opened.model, shares["head_budget"], mlp=shares["mlp_budget"])

@@ -32,10 +32,12 @@ from moh_vision.attention.budget import spread
 from moh_vision.attention.model_heads import active_share, head_groups
 from moh_vision.common.io import write_whole
 from moh_vision.common.progress import Progress, say
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.engine.opened import Opened
 from moh_vision.models.convert import convert
 from moh_vision.models.pretrained import is_dense
-from moh_vision.opening import open_run
+from moh_vision.models.weights import find_weights
+from moh_vision.opening import open_weights
 
 REST = "RUN"
 # Budget that a dense model is converted with. A budget of half of the heads has few shared heads, and the search can
@@ -223,8 +225,8 @@ def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_b
         budgets: the keys that give what `option` decides.
     """
     given = getattr(opened.config, "given", ())
-    if not opened.metadata.get("brings_model", True):
-        return
+    if opened.kind == CLASSIFICATION.name and not opened.weights.brings_model:
+        return  # these keys say what the model of the weights is
     for parts, budget in KEYS.items():
         for key in (f"model.{budget}", budget):
             if budget in budgets and key in given:
@@ -274,7 +276,8 @@ def work(options) -> None:
     if options.images < 1:
         raise ValueError(f"--images {options.images}: expected 1 or more")
     parts, option, share = asked_share(options)
-    opened = open_run(options.run, options=options.rest, split="train", command="search")
+    found = find_weights(options.run, key="RUN")
+    opened = open_weights(found, options.rest, split="train", command="search")
     refuse_budget(opened, option, (KEYS[parts],))
     searched, unseen = opened.halves(options.images)
     weights = opened.metadata["weights"]

@@ -101,14 +101,6 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def unnamed_classes(count: int) -> list[str]:
-    """Return names for classes that have none: ImageNet's synsets for 1,000 classes, else the class numbers."""
-    imagenet = ImageNetInfo()
-    if count == imagenet.num_classes():
-        return list(imagenet.label_names())
-    return [str(c) for c in range(count)]
-
-
 def numbers_by_name(names: Mapping[int, str]) -> dict[str, list[int]]:
     """Return class numbers by the names of classes, and by the words for a class in ImageNet.
 

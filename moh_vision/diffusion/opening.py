@@ -17,13 +17,19 @@ from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig, ScoreConf
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.inputs import PixelInputs, open_inputs
 from moh_vision.diffusion.latents.vae import LatentSpace
-from moh_vision.diffusion.loading import make_pipeline, open_model, open_pipeline
+from moh_vision.diffusion.loading import (
+    find_checkpoint,
+    make_pipeline,
+    open_model,
+    open_pipeline,
+)
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sample import Drawing
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import SavedConfig, named_options, parse_config
 from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.ranks import say
+from moh_vision.models.weights import OF_RUNS, Weights
 
 # Options of sample.py that write files. `OpenedDiffusion.scores` writes none.
 KEPT = (
@@ -134,7 +140,7 @@ class OpenedDiffusion(Opened):
             reads = dict(section.reads, decoding=Decoding.of(self.config.data))
         pipe = self.splits.get("pipeline") or make_pipeline(config, self.model, self.metadata)
         pipe.register_modules(transformer=self.model)
-        drawing = Drawing(config, pipe, self.metadata, self.accelerator)
+        drawing = Drawing(config, self.weights, pipe, self.metadata, self.accelerator)
         drawing.open_scorer(**reads)
         return drawing
 
@@ -175,47 +181,44 @@ class OpenedDiffusion(Opened):
         return [images, zeros, zeros], {}
 
 
-def open_run(
-    path: str,
-    weights: str | None,
-    device,
+def open_weights(
+    found: Weights,
     options: Sequence[str],
+    device,
     *,
-    name: str | None,
     scores: bool,
     command: str,
     saved: SavedConfig | None,
 ) -> OpenedDiffusion:
-    """Open a diffusion run, see `moh_vision.open_run`.
+    """Open a diffusion model, see `moh_vision.opening.open_weights`.
 
     Args:
-        path: a run, a checkpoint, a saved pipeline, or a file of weights.
-        weights: "ema", "ema2" or "model"; None: "ema".
-        device: where the model goes; None: the CPU.
+        found: its weights.
         options: command-line options, of `OpenedDitConfig` or, with `scores`, of sample.py.
-        name: name of the model, for published weights.
+        device: where the model goes; None: the CPU.
         scores: open the model for `OpenedDiffusion.scores`, with options of sample.py.
         command: what messages call the program.
         saved: the run's config.yaml, if it was read before.
     """
+    path = found.source
     if scores:
-        for option, value in (("name", name), ("weights", weights)):
-            if value:
-                raise ValueError(
-                    f"{option} {value!r} has no effect: the options say what is scored"
-                )
+        if found.asked:
+            raise ValueError(
+                f"weights {found.asked!r} has no effect: the options say what is scored"
+            )
         config = parse_scored(path, options, command, saved)
-        pipe, metadata = open_pipeline(config)
+        found = find_checkpoint(config)
+        pipe, metadata = open_pipeline(config, found)
         model = pipe.transformer.to(device or "cpu")
-        return OpenedDiffusion(config, model, metadata, dict(pipeline=pipe))
+        return OpenedDiffusion(found, config, model, metadata, dict(pipeline=pipe))
     config = OpenedDitConfig(checkpoint=path)
-    if not name and not Path(path, "model_index.json").is_file():
+    if found.form in OF_RUNS:
         asked = ["--checkpoint", path, *options]
         config = parse_config(OpenedDitConfig, asked, command, saved)
     else:
         refuse_options(options, f"{path} is of no run, whose data they would change")
-    model, metadata = open_model(path, name, weights or "ema")
-    return OpenedDiffusion(config, model.to(device or "cpu"), metadata)
+    model, metadata = open_model(found)
+    return OpenedDiffusion(found, config, model.to(device or "cpu"), metadata)
 
 
 def parse_scored(

@@ -6,7 +6,6 @@ Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 """
 
 import contextlib
-import hashlib
 import shlex
 import shutil
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from moh_vision.attention.measure import collect, measured_table
 from moh_vision.attention.model_heads import routed_layers
 from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.errors import user_errors
-from moh_vision.common.io import only_one, sha256_of, step_of, tensor_files
+from moh_vision.common.io import only_one, step_of
 from moh_vision.common.progress import Progress
 from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.decode import AS_STORED, Decoding
@@ -57,7 +56,7 @@ from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weight_files import kind_in, weights_file
+from moh_vision.models.weights import Weights, find_weights
 
 NAME = "sample.py"
 WORTH_MEASURING = 60  # seconds that drawing must take
@@ -156,11 +155,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def _open_drawing(config: SampleConfig, accelerator) -> tuple["Drawing", dict]:
     """Open all that can fail before the first image; return the `Drawing` and the model's metadata."""
-    find_checkpoint(config)
+    found = find_checkpoint(config)
     if accelerator.is_main_process:
         say(f"loading {config.checkpoint}")
-    pipe, metadata = open_pipeline(config)
-    drawing = Drawing(config, pipe, metadata, accelerator)
+    pipe, metadata = open_pipeline(config, found)
+    drawing = Drawing(config, found, pipe, metadata, accelerator)
     claim_outputs(config, metadata)
     with accelerator.main_process_first():
         drawing.open_scorer()
@@ -242,37 +241,32 @@ def fidelity_command(config: SampleConfig) -> str:
     return shlex.join(command)
 
 
-def weights_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file of weights; of several shards, the SHA-256 of the list of their sums."""
-    sums = [sha256_of(shard) for shard in tensor_files(file)]
-    if len(sums) == 1:
-        return sums[0]
-    return hashlib.sha256("\n".join(sums).encode()).hexdigest()
-
-
 class Drawing:
     """Draws the images that a `SampleConfig` asks for; image i has its own class and noise."""
 
-    def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
+    def __init__(
+        self,
+        config: SampleConfig,
+        found: Weights,
+        pipe: MoHDiTPipeline,
+        metadata: dict,
+        accelerator,
+    ):
         self.config = config
+        self.found = found
         self.pipe = pipe.to(accelerator.device)
         self.accelerator = accelerator
         self.names = metadata["classes"]
-        self.trained_on = metadata.get("config", {}).get("data", {})
-        self.file = metadata["file"]
+        self.trained_on = found.config.get("data", {})
         vae = metadata["vae"] or pipe.vae
         self.weak = open_guide("--guide", config.guide, pipe.transformer, vae)
         pipe.set_progress_bar_config(disable=True)
-        if metadata["run"]:
-            weights = self.file.stem
-        else:
-            weights = kind_in(self.file, config.weights)
         # None: the file does not say.
-        self.ema = {"ema": True, "ema2": True, "model": False}.get(weights)
+        self.ema = {"ema": True, "ema2": True, "model": False}.get(found.held)
         against_adm = bool(config.score) and is_adm(config.score)
         if config.protocol and self.ema is False:
             raise ValueError(
-                f"protocol {config.protocol} samples with EMA weights, and {self.file} holds none"
+                f"protocol {config.protocol} samples with EMA weights, and {found.file} holds none"
             )
         if config.protocol and config.score and not against_adm:
             statistics = "ADM's statistics (an .npz with mu and sigma, such as VIRTUAL_imagenet256_labeled.npz)"
@@ -339,12 +333,12 @@ class Drawing:
         if config.guide:
             sampling.update(guide=config.guide, guide_scale=config.guide_scale, guide_sha256=None)
             if config.guide != self.weak:  # the guide is a file or folder, not "heads:SHARE"
-                sampling["guide_sha256"] = weights_sha256(weights_file(config.guide))
+                sampling["guide_sha256"] = find_weights(config.guide).sha256
         sampling.update(
             num_images=config.num_images,
             batch_size=config.batch_size,
             vae=vae and vae.config.get("_name_or_path"),
-            weights_sha256=weights_sha256(self.file),
+            weights_sha256=self.found.sha256,
             vae_sha256=vae and vae_fingerprint(vae),
         )
         return dict(protocol=config.protocol, sampling=sampling, versions=versions())

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.data.batches import LabelledImages, evaluation_loader, image_transform
 from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.data.order import rank_slice
@@ -21,7 +22,7 @@ from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor, num_
 from moh_vision.evaluation.fidelity.images import SourceImages, open_set
 from moh_vision.evaluation.fidelity.scoring import table
 from moh_vision.models.class_names import indices_of
-from moh_vision.models.weights import from_run
+from moh_vision.models.weights import find_weights
 
 SIDE = 32  # of images of noise
 
@@ -58,18 +59,19 @@ class ClassifierScores(Scorer):
         self.source = reference.source
         self.reference = reference.name
         self.remarks = reference.remarks
-        self.network, self.metadata = from_run(extractor, "classification")
+        self.weights = find_weights(extractor, wing=CLASSIFICATION.name, key="--extractor")
+        self.network = self.weights.build()
         # For each class of the samples, its number in the classifier.
-        self.numbers = indices_of(classes, within=self.metadata["classes"])
+        self.numbers = indices_of(classes, within=self.weights.classes or [])
         if self.numbers is None or {*self.source.classes} != {*classes}:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"
             raise ValueError(f"--extractor {extractor} and --score {self.reference} {needed}")
-        match_classes(self.metadata["classes"], extractor, self.source, self.reference)
+        match_classes(self.weights.classes, extractor, self.source, self.reference)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """The shape of an image as the classifier takes it, [C, h, w]."""
-        arguments = self.metadata["arguments"]
+        arguments = self.weights.arguments
         img_size = arguments.get("img_size") or self.network.pretrained_cfg["input_size"][-1]
         return arguments.get("in_chans", 3), img_size, img_size
 
@@ -77,7 +79,6 @@ class ClassifierScores(Scorer):
         return features_of(self.network, torch.randn(batch_size, *self.image_shape, device=device))
 
     def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
-        metadata = self.metadata
         cfg = self.network.pretrained_cfg
         labels = torch.tensor(self.numbers)[labels]  # now with the classifier's class numbers
         channels, img_size, _ = self.image_shape
@@ -94,7 +95,7 @@ class ClassifierScores(Scorer):
 
         fake = samples()
         scores = score_with_classifier(self.network.to(device), fake, real, device)
-        space = f"penultimate layer of {metadata['weights']} ({metadata['architecture']}); not Inception, not FID"
+        space = f"penultimate layer of {self.weights.said} ({self.weights.architecture}); not Inception, not FID"
         scores.update(feature_space=space, reference=self.reference)
         recognised = 100 * scores["recognised"]
         on_real = 100 * scores["recognised_real"]
@@ -104,7 +105,7 @@ class ClassifierScores(Scorer):
         text = f"recognised as the class asked for: {recognised:.1f} % (real images: {on_real:.1f} %)\n"
         text += f"Frechet distance: {shown}; {scores['num_features']} features, {space}"
         if on_real < 50:
-            text += f"\n{metadata['weights']} misses most of the real images: a weak judge, whose numbers say little"
+            text += f"\n{self.weights.said} misses most of the real images: a weak judge, whose numbers say little"
         text += "".join(f"\nnote: {remark}" for remark in self.remarks)
         return scores, text
 

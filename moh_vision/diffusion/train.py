@@ -4,9 +4,6 @@ Where only the package is installed: accelerate launch -m moh_vision.diffusion.t
 The same command resumes the run; --help prints every key.
 """
 
-import json
-from pathlib import Path
-
 from accelerate.utils import send_to_device
 from torch import nn
 
@@ -30,14 +27,12 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
-from moh_vision.models.dit import arguments_of
-from moh_vision.models.dit_weights import is_jits, patch_of_jit
+from moh_vision.models.creation import arguments_of
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.prediction import FROM_NOISE, LINEAR, Prediction
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
-from moh_vision.models.weight_files import read_metadata, shapes_in, weights_file
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -90,8 +85,6 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
-    if not span.checkpoint:
-        say_other_training(config, model)
     teacher = None
     alignment = None
     if config.repa.teacher:
@@ -226,81 +219,6 @@ def refuse_other_prediction(
         f"objective {config.objective}, which predicts {prediction}: {model} is a {family}, which takes objective flow "
         f"with flow.predict {predict}"
     )
-
-
-def say_other_training(config: DitConfig, model: nn.Module) -> None:
-    """Tell the user if the run begins from weights of another training, which their shapes do not show."""
-    origin = config.model.pretrained or config.init_from
-    if not origin:
-        return
-    trained, arguments = training_of(origin)
-    now = prediction_said(model.prediction, model.config.compat)
-    if trained is not None:
-        before = prediction_said(trained, arguments.get("compat", "official"))
-    elif model.config.compat == "sit":
-        before = now  # a file of SiT's does not say what it is: it is taken for what the model is
-    else:
-        before = str(Prediction())  # other files that say nothing are of DiTs
-    if before != now:
-        say(f"{origin} was trained to predict {before}, this run predicts {now}")
-    # Argument -> its value where the weights do not say it. DiT and SiT have no rotary positions.
-    unseen = {"use_rot_pos_emb": False}
-    if model.config.class_tokens:
-        unseen["class_tokens_start"] = model.config.class_tokens_start
-    for key, otherwise in unseen.items():
-        before = str(arguments.get(key, otherwise)).lower()
-        now = str(model.config[key]).lower()
-        if before != now:
-            say(f"{origin} was trained with {key} {before}, this run with {now} (model.kwargs)")
-
-
-def training_of(source: str) -> tuple[Prediction | None, dict]:
-    """Return what weights for `init_from` predict, None for files that do not say it, and the arguments of their model."""
-    path = Path(source)
-    if not path.exists():  # the name of a registered model
-        return said_by(arguments_of(source, {}))
-    if (path / "model_index.json").is_file():  # a pipeline, ours or diffusers'
-        return said_by(json.loads((path / "transformer" / "config.json").read_text()))
-    settings = path / "config.json"
-    if settings.is_file():  # what save_pretrained wrote
-        return said_by(json.loads(settings.read_text()))
-    file = weights_file(source)
-    if file.suffix == ".safetensors":
-        metadata = read_metadata(file)
-        arguments = metadata.get("arguments")
-        if isinstance(arguments, dict):
-            return said_by(arguments_of(str(metadata.get("architecture")), arguments))
-    shapes = shapes_in(file)
-    if is_jits(shapes):
-        arguments = arguments_of(f"jit_base_patch{patch_of_jit(shapes)}", {})
-        if not arguments:  # none of JiT's own sizes
-            arguments = arguments_of("jit_base_patch16", {})
-        del arguments["class_tokens_start"]  # other sizes have another one, which no file says
-        return said_by(arguments)
-    return None, {}
-
-
-def said_by(arguments: dict) -> tuple[Prediction, dict]:
-    """Return what a model with these arguments predicts, and the arguments."""
-    return Prediction.of(arguments.get("prediction")), arguments
-
-
-def prediction_said(prediction: Prediction, compat: str) -> str:
-    """Return a prediction as text, with what distinguishes it from one in our time and of N(0, 1).
-
-    Args:
-        prediction: the model's.
-        compat: the model's.
-    """
-    details = []
-    if compat in FROM_NOISE:
-        family, _ = FROM_NOISE[compat]
-        details.append(f"in {family}'s time")
-    if prediction.noise_scale != 1:
-        details.append(f"noise_scale {prediction.noise_scale:g}")
-    if not details:
-        return str(prediction)
-    return f"{prediction} ({', '.join(details)})"
 
 
 def main(argv: list[str] | None = None) -> None:

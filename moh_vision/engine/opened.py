@@ -23,6 +23,7 @@ class Opened:
     """An opened run. Its data are opened on first use.
 
     Attributes:
+        weights: what `find_weights` has found of the path.
         config: the configuration with which the run was opened.
         model: the model in eval mode, on the device given to `open_run`; without one, on the CPU until `loss`, `scores` or
             `make_forward` moves it.
@@ -34,6 +35,7 @@ class Opened:
         scored_on: a format string that names the data that `scores` uses; {c} is the configuration.
     """
 
+    weights: Any = field(repr=False)
     config: Any
     model: nn.Module
     metadata: dict[str, Any]

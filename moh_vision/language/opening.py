@@ -16,8 +16,8 @@ from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import perplexity, routed_losses
-from moh_vision.language.models.weights import saved_model, task_for, text_from_run
-from moh_vision.models.weight_files import read_metadata, weights_file
+from moh_vision.language.models.weights import build_text, task_for
+from moh_vision.models.weights import Form, Weights
 
 
 class OpenedText(Opened):
@@ -108,31 +108,26 @@ class OpenedText(Opened):
         return [ids], {}
 
 
-def open_run(
-    path: str,
-    weights: str | None = None,
-    device: torch.device | None = None,
+def open_weights(
+    found: Weights,
     options: Sequence[str] = (),
+    device: torch.device | None = None,
     *,
     command: str = "open_run",
     saved: SavedConfig | None = None,
 ) -> OpenedText:
-    """Open a language model, see `moh_vision.open_run`; `options` may set keys of data and precision."""
-    file = weights_file(path, weights)
-    folder = run_of(file)
-    if not (folder / RUN_CONFIG).is_file():
-        refuse_options(options, f"{path} is of no run, whose data they would change")
-        model = saved_model(path).to(device or "cpu").eval()
-        return OpenedText(
-            None, model, dict(architecture=model.config.model_type, weights=str(path))
-        )
-    arguments = ["--config", str(folder / RUN_CONFIG), *options]
+    """Open a language model, see `moh_vision.opening.open_weights`; `options` may set keys of data and precision."""
+    metadata = dict(found.metadata, architecture=found.architecture, weights=str(found.file))
+    if found.form == Form.TRANSFORMERS:
+        metadata["weights"] = found.source
+    if found.run is None:
+        refuse_options(options, f"{found.source} is of no run, whose data they would change")
+        return OpenedText(found, None, build_text(found).to(device or "cpu"), metadata)
+    arguments = ["--config", str(found.run / RUN_CONFIG), *options]
     config = parse_config(LanguageConfig, arguments, command, saved)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(
-                f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
+                f"{key} has no effect: {found.source} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    stored = read_metadata(file)
-    metadata = {"architecture": config.model.name, **stored, "weights": str(file)}
-    return OpenedText(config, text_from_run(file).to(device or "cpu"), metadata)
+    return OpenedText(found, config, build_text(found).to(device or "cpu"), metadata)

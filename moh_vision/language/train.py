@@ -30,8 +30,9 @@ from moh_vision.models.counts import without_memory
 from moh_vision.models.describe import full_name
 from moh_vision.models.elastic import elastic_budget, mean_macs
 from moh_vision.models.fine_tuning import train_only
+from moh_vision.models.fitting import advise_on_model_name
 from moh_vision.models.set_up import introduce
-from moh_vision.models.weights import advise_on_model_name, say_other_heads
+from moh_vision.models.weights import find_weights
 
 MOST_AVERAGED = 0.2  # share of a run that averaged checkpoints may span without a warning
 
@@ -55,8 +56,7 @@ with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.models.weights import (
         build_model,
         configs_of,
-        init_text,
-        outline_of,
+        start_text,
         task_for,
     )
 
@@ -106,10 +106,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
     if config.init_from and not checkpoint:
         with advise_on_model_name(config.model.name):
-            fresh = init_text(model, config.init_from, fingerprints)
-        if fresh:
-            say(f"init_from: {len(fresh)} router tensors start fresh")
-        say_other_heads(model, config.init_from, outline_of(config.init_from), say)
+            found = find_weights(config.init_from, wing=TEXT.name, key="init_from")
+            lines = start_text(model, found, fingerprints)
+        for line in lines:
+            say(f"init_from: {line}")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)

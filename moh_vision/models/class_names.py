@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
 
 from moh_vision.common.errors import reason_of
@@ -46,6 +47,14 @@ def saved_with(file: Path) -> list[str] | None:
     if not names and listing.is_file():
         names = class_names(listing)
     return names or None
+
+
+def unnamed_classes(count: int) -> list[str]:
+    """Return names for classes that have none: ImageNet's synsets for 1,000 classes, else the class numbers."""
+    imagenet = ImageNetInfo()
+    if count == imagenet.num_classes():
+        return list(imagenet.label_names())
+    return [str(c) for c in range(count)]
 
 
 def indices_of(classes: Sequence[str], within: Sequence[str]) -> list[int] | None:

@@ -228,10 +228,5 @@ def _weights(cfg, cache_dir) -> str:
     return download_cached_file(cfg.url, progress=True, cache_dir=cache_dir)
 
 
-def arguments_of(name: str, arguments: dict) -> dict:
-    """Return the arguments of a registered model with those of its variant, which they override."""
-    return {**VARIANTS.get(name.split(".")[0], {}), **arguments}
-
-
 ABOUT = "A DiT, SiT or JiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
 register_variants(__name__, _create_dit, {name: (ABOUT, args) for name, args in VARIANTS.items()})

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DDPM = "ddpm"
 LINEAR = "linear"
@@ -90,6 +90,60 @@ class Prediction:
     def __str__(self) -> str:
         """The prediction in words, for messages."""
         return f"{self.predict} on path {self.path}"
+
+
+def other_training(
+    model: nn.Module, trained: Prediction | None, arguments: dict, source: str
+) -> list[str]:
+    """Return a line for each way in which a diffusion model differs from the training of its weights, unseen by shapes.
+
+    Args:
+        model: has the weights.
+        trained: what the weights were trained to predict; None: their file does not say.
+        arguments: those of the model that the weights were trained in; {}: their file does not say.
+        source: where the weights are from, for the lines.
+    """
+    config = model.config
+    now = prediction_said(model.prediction, config.compat)
+    if trained is not None:
+        before = prediction_said(trained, arguments.get("compat", "official"))
+    elif config.compat == "sit":
+        before = now  # a file of SiT's does not say what it is: it is taken for what the model is
+    else:
+        before = str(Prediction())  # other files that say nothing are of DiTs
+    lines = []
+    if before != now:
+        lines.append(f"{source} was trained to predict {before}, this model predicts {now}")
+    # Argument -> its value where the weights do not say it. DiT and SiT have no rotary positions.
+    unseen: dict[str, Any] = {"use_rot_pos_emb": False}
+    if config.class_tokens:
+        unseen["class_tokens_start"] = config.class_tokens_start
+    for key, otherwise in unseen.items():
+        before = str(arguments.get(key, otherwise)).lower()
+        now = str(config[key]).lower()
+        if before != now:
+            lines.append(
+                f"{source} was trained with {key} {before}, this model with {now} (model.kwargs)"
+            )
+    return lines
+
+
+def prediction_said(prediction: Prediction, compat: str) -> str:
+    """Return a prediction as text, with what distinguishes it from one in our time and of N(0, 1).
+
+    Args:
+        prediction: the model's.
+        compat: the model's.
+    """
+    details = []
+    if compat in FROM_NOISE:
+        family, _ = FROM_NOISE[compat]
+        details.append(f"in {family}'s time")
+    if prediction.noise_scale != 1:
+        details.append(f"noise_scale {prediction.noise_scale:g}")
+    if not details:
+        return str(prediction)
+    return f"{prediction} ({', '.join(details)})"
 
 
 def to_velocity(predict: str, output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:

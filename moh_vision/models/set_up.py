@@ -9,12 +9,13 @@ from torch import nn
 
 from moh_vision.common.io import memory_limit
 from moh_vision.models.counts import least_activations
+from moh_vision.models.creation import check_side, create
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget, mean_macs, with_elastic
 from moh_vision.models.fine_tuning import train_only
+from moh_vision.models.fitting import keep_shared_heads
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.pretrained import load_source
-from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,17 @@
 """Frozen models that a run learns from."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import timm
 import torch
 from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.common.cli import refuse_missing_source
 from moh_vision.common.errors import reason_of
-from moh_vision.models.class_names import listed, saved_with
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.models.frozen import digest_of
-from moh_vision.models.weight_files import refuse_not_finite, weights_file
-from moh_vision.models.weights import from_run, near_model
+from moh_vision.models.weight_files import refuse_not_finite
+from moh_vision.models.weights import find_weights
 
 
 class Teacher(nn.Module):
@@ -39,24 +36,16 @@ class Teacher(nn.Module):
         self.name = f"{key} {source}"
         self.order: list[int] | None = None
         self.size: int | None = None  # side of the images that `tokens` takes
-        refuse_missing_source(key, source)
+        found = find_weights(source, wing=CLASSIFICATION.name, key=key)
         try:
-            if Path(source).exists():
-                model, metadata = from_run(source, "classification")
-                self.classes = metadata.get("classes")
-            else:
-                model = timm.create_model(source, pretrained=True)
-                local = source.removeprefix("local-dir:")
-                if local == source:
-                    self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
-                else:
-                    self.classes = saved_with(weights_file(local))
+            model = found.build()
+            self.classes = found.classes
             refuse_not_finite("its weights", model.state_dict())
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
             normalisation = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
             self.sha256 = digest_of({**model.state_dict(), **normalisation})
         except Exception as error:  # files of others may hold anything
-            raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
+            raise ValueError(f"{self.name}: {reason_of(error)}") from None
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
             # A teacher of grey images was trained with the first channel's mean and std.

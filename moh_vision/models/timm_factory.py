@@ -45,6 +45,7 @@ def register_variants(
         entrypoint.__name__ = entrypoint.__qualname__ = variant
         entrypoint.__module__ = module
         entrypoint.__doc__ = description
+        entrypoint.variant_arguments = arguments  # read by `creation.arguments_of`
         setattr(sys.modules[module], variant, register_model(entrypoint))
 
     for variant, (description, arguments) in variants.items():

@@ -3,7 +3,6 @@
 `moh_vit_*` is a plain ViT, which Jin 2024 does not report. The paper's MoH-ViT-S and -B are TransNeXts.
 """
 
-import copy
 import dataclasses
 from functools import partial
 
@@ -24,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import (
     HeadMixtureAttention,
-    Router,
     RoutingStats,
     default_budget,
     init_routers,
@@ -32,6 +30,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import shaped
 from moh_vision.models.convert import apply, route_heads
+from moh_vision.models.fitting import has_routers, zero_missing_routers
 from moh_vision.models.head_budgets import (
     RecordedArguments,
     new_budgets,
@@ -264,33 +263,6 @@ def check_image_size(img_size, patch_size) -> None:
         raise ValueError(f"patch_size {patch_size} must be at least 1")
     if any(s < p or s % p for s, p in zip(sizes, patches)):
         raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
-
-
-def has_routers(state_dict: dict[str, Tensor]) -> bool:
-    """Return whether a state dict has routers; a plain ViT's has none."""
-    return any(".attn.router." in name for name in state_dict)
-
-
-def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add the model's routers to a state dict that has none, see `Router.become_dense`.
-
-    Attention is then plain attention while all heads run, and an MLP is a plain MLP. Routers that cannot start so are added
-    with the model's present weights. A state dict that has routers of attention gets no others of attention, and likewise
-    of MLPs.
-    """
-    missing = [
-        part
-        for part in (".attn.router.", ".mlp.router.")
-        if not any(part in name for name in state_dict)
-    ]
-    routers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Router) and any(f"{name}.".endswith(part) for part in missing):
-            router = copy.deepcopy(module)
-            if router.can_become_dense():
-                router.become_dense()
-            routers.update(router.state_dict(prefix=f"{name}."))
-    return {**state_dict, **routers}
 
 
 def checkpoint_filter_fn(

@@ -19,8 +19,9 @@ from moh_vision.common.io import WRAPPED, TensorFiles, by_age, tensor_files
 EMA_KEYS = ("ema", "state_dict_ema", "model_ema", "model_ema1")
 SECOND_EMA_KEYS = ("model_ema2",)
 MODEL_KEYS = ("state_dict", "model")
-# Which weights users ask for -> the keys under which they may be.
-STATE_KEYS = {
+# Which weights users ask for, None if they do not say it -> the keys under which they may be.
+STATE_KEYS: dict[str | None, tuple[str, ...]] = {
+    None: (*EMA_KEYS, *MODEL_KEYS),
     "ema": (*EMA_KEYS, *MODEL_KEYS),
     "ema2": SECOND_EMA_KEYS,
     "model": MODEL_KEYS,
@@ -42,8 +43,9 @@ def weights_file(path: str, weights: str | None = None) -> Path:
             were computed with (see `scored_weights`), or "ema" if the folder has no results.
     """
     file = Path(path)
-    if weights not in (None, *STATE_KEYS):
-        raise ValueError(f"weights {weights!r} is not one of {', '.join(STATE_KEYS)}")
+    if weights not in STATE_KEYS:
+        known = ", ".join(filter(None, STATE_KEYS))
+        raise ValueError(f"weights {weights!r} is not one of {known}")
     if weights == "ema2" and (file.is_dir() or file.suffix == ".safetensors"):
         raise ValueError(
             f"weights {weights}: {path} holds no second EMA, as files of JiT's training script do"
@@ -101,7 +103,7 @@ def said_of_first_weights(file: Path, metadata: dict) -> str:
     return f"{file}: {left:.1%} of this EMA are still the weights of step 1; model.safetensors has the last weights"
 
 
-def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
+def read_tensors(file: Path, weights: str | None = None) -> dict[str, Tensor]:
     """Read the state dict of a .safetensors or pickled file; `weights`: see `read_pickled_tensors`."""
     if file.suffix == ".safetensors":
         state = read_safetensors(file)[0]
@@ -121,16 +123,26 @@ def read_safetensors(
     file: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict]:
     """Read the wanted tensors and the JSON metadata of a .safetensors file; see `TensorFiles`."""
+    opened = _opened(file)
+    try:
+        state = {name: opened.read(name) for name in opened.shapes if wanted(name)}
+    except Exception as error:
+        raise ValueError(_not_readable(file, error)) from None
+    return state, opened.metadata
+
+
+def _opened(file: Path) -> TensorFiles:
+    """Open a .safetensors file; no tensor is read."""
     if not tensor_files(file):
         raise FileNotFoundError(f"{file}: no such file")
     try:
-        opened = TensorFiles(file)
-        state = {name: opened.read(name) for name in opened.shapes if wanted(name)}
+        return TensorFiles(file)
     except Exception as error:  # a damaged header may raise any exception
-        raise ValueError(
-            f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
-        ) from None
-    return state, opened.metadata
+        raise ValueError(_not_readable(file, error)) from None
+
+
+def _not_readable(file: Path, error: Exception) -> str:
+    return f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
 
 
 def refuse_not_finite(named: object, tensors: Mapping[str, Tensor]) -> None:
@@ -148,11 +160,10 @@ def refuse_not_finite(named: object, tensors: Mapping[str, Tensor]) -> None:
 
 def read_metadata(file: Path) -> dict:
     """Read the JSON metadata of a .safetensors file alone; see `read_safetensors`."""
-    _, metadata = read_safetensors(file, lambda name: False)  # the filter takes no tensor
-    return metadata
+    return _opened(file).metadata
 
 
-def weights_said(file: str | Path, weights: str = "ema") -> str:
+def weights_said(file: str | Path, weights: str | None = None) -> str:
     """Return the name of a weights file, followed by the result of `kind_in` in brackets, if it has one.
 
     Of a file with two EMAs also say how to take the second.
@@ -166,7 +177,7 @@ def weights_said(file: str | Path, weights: str = "ema") -> str:
     return f"{file} ({held})"
 
 
-def kind_in(file: Path, weights: str = "ema") -> str | None:
+def kind_in(file: Path, weights: str | None = None) -> str | None:
     """Return which weights, a key of STATE_KEYS, `read_tensors` takes from a pickled file; None: the file does not say."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
@@ -180,12 +191,12 @@ def kind_in(file: Path, weights: str = "ema") -> str | None:
     return "model"
 
 
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a .safetensors or pickled file by name, without reading the tensors."""
+def shapes_in(file: Path, weights: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that `read_tensors` would read, by name, without reading them."""
     if file.suffix == ".safetensors":
-        return TensorFiles(file).shapes
+        return _opened(file).shapes
     content = _unpickled(file, mmap=zipfile.is_zipfile(file))
-    key = _state_key(content, "ema")
+    key = _state_key(content, weights)
     if key is not None:
         content = content[key]
     if not _is_state_dict(content):
@@ -230,19 +241,23 @@ def _state_key(content: object, weights: str) -> str | None:
     return next((key for key in STATE_KEYS[weights] if isinstance(content.get(key), dict)), None)
 
 
-def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
-    """Read a state dict from a pickled file (.pt, .pth, .bin): "ema" (if the file has one), "ema2" or "model"."""
+def read_pickled_tensors(file: Path, weights: str | None = None) -> dict[str, Tensor]:
+    """Read a state dict from a pickled file (.pt, .pth, .bin).
+
+    weights: "ema" (the model, if the file has no EMA), "ema2", "model", or None: as "ema", also of a file that does not
+        say which weights it holds.
+    """
     content = _unpickled(file)
     key = _state_key(content, weights)
-    if weights != "ema" and key is None:
-        held = _state_key(content, "ema") or "one kind of weights"
+    if weights is not None and key is None:
+        held = _state_key(content, None) or "one kind of weights"
         needed = " or ".join(STATE_KEYS[weights])
         raise ValueError(f"{file}: weights {weights}: it holds {held}, and nothing under {needed}")
     if key is not None:
         content = content[key]
     if not _is_state_dict(content):
         raise ValueError(
-            f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS['ema'])}"
+            f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS[None])}"
         )
     size = file.stat().st_size
     for name, tensor in content.items():

@@ -1,190 +1,585 @@
-"""Open the models of runs, and load weights into the models of new runs."""
+"""The door for weights: find them, say what they are of, make their model, or load them into another.
+
+    found = find_weights("runs/cls")
+    model = found.build()
+
+It stands in models/, because what names of models, folders of timm and diffusers, and names of tensors mean is known here.
+It knows a wing by the word in the metadata of weights, and language models by no more than that: their wing builds them.
+"""
 
 import contextlib
+import hashlib
+import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import timm
-import torch
-from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from moh_vision.attention import ROUTERS, attention_layers
-from moh_vision.common.cli import near_folder, refuse_missing_source
-from moh_vision.common.errors import closest, nearest, reason_of
+from moh_vision.attention import ROUTERS
+from moh_vision.common.cli import refuse_missing_source
+from moh_vision.common.errors import closest, reason_of
 from moh_vision.common.imports import trained_with
-from moh_vision.common.io import tensor_files
-from moh_vision.common.wings import WINGS
-from moh_vision.models.class_names import assumed_order, indices_of, listed, saved_with
+from moh_vision.common.io import RUN_CONFIG, run_of, sha256_of, step_of, tensor_files
+from moh_vision.common.wings import CLASSIFICATION, DIFFUSION, TEXT, WINGS
+from moh_vision.models.class_names import listed, saved_with
+from moh_vision.models.creation import (
+    FAMILIES,
+    arguments_of,
+    check_name,
+    create,
+    image_models,
+    near_model,
+    refuse_fetch,
+)
+from moh_vision.models.fitting import (
+    OtherModel,
+    TakenWeights,
+    load_npz,
+    load_tensors,
+    other_heads,
+    refuse_other_shapes,
+    start_from,
+)
 from moh_vision.models.head_budgets import take_shared_heads
-from moh_vision.models.mlp_groups import refuse_other_groups, start_mlp_routers
+from moh_vision.models.layouts import (
+    Described,
+    arguments_of_jit,
+    dit_sizes,
+    is_timms_own,
+    label_table,
+    of_diffusers,
+    of_timm,
+    with_no_class,
+)
 from moh_vision.models.outline import without_values
-from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
+from moh_vision.models.prediction import Prediction, other_training
 from moh_vision.models.weight_files import (
-    read_safetensors,
+    kind_in,
+    read_metadata,
     read_tensors,
-    refuse_not_finite,
-    refuse_unpacking,
     said_of_first_weights,
+    scored_weights,
+    shapes_in,
     weights_file,
     weights_said,
 )
 
-# Arguments of `timm.create_model` that say which weights it reads.
-FETCHING = (
-    "pretrained",
-    "pretrained_cfg",
-    "pretrained_cfg_overlay",
-    "checkpoint_path",
-    "cache_dir",
-)
-# Prefixes of tensors with one row per class.
-OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
-# Prefixes of tensors shaped by class count, image size or objective; these start fresh if the shape differs.
-REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
-# Wing -> modules that register its models; `timm.list_models` filters names by module.
-FAMILIES = dict(classification=("vit", "transnext"), diffusion=("dit",))
+
+class Form(StrEnum):
+    """What a source of weights is."""
+
+    RUN = "a run"
+    CHECKPOINT = "a checkpoint of a run"
+    FILE = "a file of a run"
+    TIMM = "a folder of timm"
+    PIPELINE = "a pipeline"
+    DIFFUSERS = "a folder of diffusers"
+    TRANSFORMERS = "a folder of transformers"
+    FOREIGN = "a file of weights"
+    NAME = "the name of a published model"
 
 
-class OtherModel(ValueError):
-    """The weights do not fit the model: they are another model's."""
+# Forms whose weights are written by a run: their metadata say everything.
+OF_RUNS = (Form.RUN, Form.CHECKPOINT, Form.FILE)
+# Forms that hold one kind of weights, and do not say which.
+OF_ONE_KIND = (Form.TIMM, Form.PIPELINE, Form.DIFFUSERS, Form.TRANSFORMERS, Form.NAME)
 
 
-@contextlib.contextmanager
-def advise_on_model_name(name: str) -> Iterator[None]:
-    """Turn `OtherModel` into a ValueError that also says which model was tried, and how to name another."""
-    try:
-        yield
-    except OtherModel as error:
-        raise ValueError(
-            f"{error}; they were taken for model.name {name}, --model.name names another"
-        ) from None
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights that `find_weights` found, and what is known of their model. Their tensors have not been read.
 
-
-def create(name: str, wing: str | None, **arguments: Any) -> nn.Module:
-    """Create a model with head routing through timm, of wing "classification", "diffusion" or either (None)."""
-    check_name(name, wing)
-    try:
-        model = timm.create_model(name, **arguments)
-    except TypeError as error:
-        if "unexpected keyword" in str(error):
-            raise ValueError(f"{name}: {error}; look at model.kwargs") from None
-        raise
-    except (RuntimeError, MemoryError) as error:
-        # Sizes that make no model, or one that torch has no memory for.
-        raise ValueError(f"{name} cannot be made: {reason_of(error)}") from None
-    # Models from other packages need no base class of ours: look for the method.
-    if not hasattr(model, "forward_routed"):
-        raise ValueError(f"model.name '{name}' has no head routing (no forward_routed)")
-    if hasattr(model, "get_classifier"):
-        actual = "classification"
-    else:
-        actual = "diffusion"
-    if wing not in (None, actual):
-        raise ValueError(f"model.name '{name}' {_of_another_wing(actual, wing)}")
-    return model
-
-
-def check_side(model: nn.Module, side: int | None) -> None:
-    """Refuse an image side that is not a multiple of the model's patch side.
-
-    side: data.img_size; None: the classifier's own, which needs no check.
+    Attributes:
+        source: path or name, as given.
+        key: the option or configuration key that gave the source, for messages; "" for a call from Python.
+        form: what the source is.
+        file: file of the weights; of a published model that is fetched, its name.
+        asked: which weights were asked for: "ema", "ema2", "model", or None.
+        wing: "classification", "diffusion", "text", or None: the source does not say it.
+        architecture: name with which `timm.create_model` makes the model, or a text model's; None: the source does not
+            say it, see `named`.
+        arguments: the architecture's.
+        metadata: those of a run's file, as `read_metadata` returns them; else {}.
+        pretrained_cfg: timm's; {} for weights that timm has not saved.
     """
-    embed = getattr(model, "patch_embed", None)
-    patch = getattr(embed, "patch_size", (1,))[0]
-    if not side or side % patch == 0 or embed.dynamic_img_pad:
-        return
-    # The side that the model was made for is accepted, too.
-    if side != model.pretrained_cfg["input_size"][-1]:
+
+    source: str
+    key: str = ""
+    form: Form
+    file: Path
+    asked: str | None = None
+    wing: str | None = None
+    architecture: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    pretrained_cfg: dict[str, Any] = field(default_factory=dict)
+
+    # ---------------------------------------------------------------- what is known
+    @property
+    def title(self) -> str:
+        """The key and the source, with which a message begins."""
+        return f"{self.key} {self.source}".strip()
+
+    @property
+    def said(self) -> str:
+        """The file, and which weights of it, as scripts print it."""
+        if self.form == Form.NAME:
+            return self.source
+        return weights_said(self.file, self.asked)
+
+    @property
+    def brings_model(self) -> bool:
+        """Whether the source itself says of which model it is."""
+        return self.form not in (Form.FOREIGN, Form.NAME)
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that the file is in, or None."""
+        folder = run_of(self.file)
+        if (folder / RUN_CONFIG).is_file():
+            return folder
+        return None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run that wrote the weights; {} for others."""
+        return self.metadata.get("config") or {}
+
+    @cached_property
+    def held(self) -> str | None:
+        """Which weights they are: "ema", "ema2", "model", or None: the source does not say it."""
+        if self.form in OF_RUNS:
+            return self.file.stem if self.file.stem in ("ema", "model") else None
+        return kind_in(self.file, self.asked)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the results of the run are of these weights."""
+        return self.run is not None and scored_weights(self.run) == self.file
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the file; of a sharded run's parts that of the list of their sums."""
+        sums = [sha256_of(part) for part in tensor_files(self.file)]
+        if len(sums) == 1:
+            return sums[0]
+        return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in the file by name."""
+        return shapes_in(self.file, self.asked)
+
+    @cached_property
+    def classes(self) -> list[str] | None:
+        """Class names in the model's order; None: the source does not name them."""
+        if self.form == Form.NAME:
+            cfg = self.pretrained_cfg or timm.get_pretrained_cfg(self.source)
+            names = cfg.get("label_names") if isinstance(cfg, dict) else cfg and cfg.label_names
+            return listed(names, "label_names")
+        return saved_with(self.file)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a diffusion model was trained to predict; None: the weights do not say it."""
+        arguments = self.trained_arguments
+        if arguments is None:
+            return None
+        return Prediction.of(arguments.get("prediction"))
+
+    @property
+    def trained_arguments(self) -> dict[str, Any] | None:
+        """All arguments of the model that a diffusion model's weights were trained in; None: the weights do not say them."""
+        if self.form != Form.FOREIGN:
+            return arguments_of(str(self.architecture), self.arguments)
+        return arguments_of_jit(self.shapes) or None
+
+    # ---------------------------------------------------------------- of another model, or none
+    def refuse_other(self, wing: str) -> None:
+        """Refuse weights of another wing than the one needed."""
+        if self.wing in (None, wing):
+            return
+        if self.form == Form.NAME:
+            check_name(self.source, wing, self.key)
+        theirs = WINGS[self.wing]
+        needed = WINGS[wing]
         raise ValueError(
-            f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model"
+            f"{self.title} is of a {theirs.title} model, {self.architecture}, of {theirs.script}; "
+            f"give a run of {needed.script}"
         )
 
+    def named(self, name: str, arguments: dict | None = None, key: str = "name") -> Self:
+        """Return the weights as those of the registered model `name`, which they do not say themselves.
 
-def check_name(name: str, wing: str | None, key: str = "model.name") -> None:
-    """Refuse the name of an unknown model, of one without head routing, or of one of another wing.
+        Folders of diffusers say it, but their weights also fit the model of the official code.
+
+        Args:
+            arguments: the model's; None: those that the tensors of a released DiT say.
+            key: option that gave the name, for messages.
+        """
+        if self.form == Form.NAME and name == self.source:
+            return self
+        if self.form not in (Form.FOREIGN, Form.PIPELINE, Form.DIFFUSERS, Form.NAME):
+            theirs = f"its {WINGS[self.wing].title} model" if self.wing else "its model"
+            raise ValueError(
+                f"{key} {name!r} has no effect: {self.title} brings {theirs}, {self.architecture}"
+            )
+        check_name(name, self.wing, key)
+        wing = image_models().get(name.split(".")[0], CLASSIFICATION.name)
+        form = self.form
+        if form != Form.NAME:
+            form = Form.FOREIGN
+        given = replace(
+            self, form=form, wing=wing, architecture=name, arguments=dict(arguments or {})
+        )
+        if arguments is None and wing == DIFFUSION.name and form == Form.FOREIGN:
+            return replace(given, arguments=given.released_sizes)
+        return given
+
+    @property
+    def released_sizes(self) -> dict[str, Any]:
+        """The arguments of a released DiT that the tensors in its file say."""
+        sizes = dit_sizes(self.file, self.shapes)
+        if arguments_of(str(self.architecture), {}).get("compat") == "sit":
+            # SiT's files have the channels of a variance, which loading leaves out.
+            sizes["learn_sigma"] = False
+        sizes["num_classes"] = len(label_table(self.file, self.shapes).classes)
+        return sizes
+
+    def with_routing(self) -> Self:
+        """Return the weights as those of a model with head routing: a ViT of timm's as those of a dense "moh_vit"."""
+        if self.wing != CLASSIFICATION.name or self.form not in (Form.TIMM, Form.NAME):
+            return self
+        name, arguments, cfg = of_timm(self._timm_source)
+        if is_timms_own(name):
+            arguments = {"base": name, "router": "dense", **arguments}
+            name = "moh_vit"
+            with without_values():  # raises if the model cannot be converted
+                timm.create_model(name, **arguments)
+        else:
+            check_name(name, CLASSIFICATION.name)
+        return replace(self, architecture=name, arguments=arguments, pretrained_cfg=cfg)
+
+    @property
+    def _timm_source(self) -> str:
+        """The source as `timm.create_model` takes it."""
+        if self.form == Form.TIMM:
+            return f"local-dir:{self.source.removeprefix('local-dir:')}"
+        return self.source
+
+    # ---------------------------------------------------------------- the tensors
+    def tensors(self) -> dict[str, Tensor]:
+        """Read all tensors, by name."""
+        if self.form == Form.NAME:
+            return self._fetched({}).state_dict()
+        return read_tensors(self.file, self.asked)
+
+    def outline(self) -> nn.Module | None:
+        """Return the model of the weights without values; None: the source does not say which, or none can be made."""
+        try:
+            described = self.with_routing()
+            if not described.brings_model and described.form != Form.NAME:
+                return None
+            with without_values():
+                return create(described.architecture, described.wing, **described.arguments)
+        except Exception:  # files of others may hold anything
+            return None
+
+    def build(self, device: Any = None, **changes: Any) -> nn.Module:
+        """Return the model with the weights, in eval mode.
+
+        A model of timm's own is returned as timm makes it, see `with_routing`.
+
+        Args:
+            device: where the model goes; None: the CPU.
+            changes: arguments of the model that replace those of the weights, such as `img_size`, to whose grid position
+                tables are resized.
+        """
+        if self.wing == TEXT.name:
+            raise ValueError(
+                f"{self.title} is a language model; expected a classifier or a diffusion model"
+            )
+        is_timms = self.form == Form.TIMM and is_timms_own(str(self.architecture))
+        is_its_own = self.form == Form.NAME and self.architecture in (None, self.source)
+        if is_timms or is_its_own:
+            model = self._fetched(changes)
+        elif self.form in OF_RUNS:
+            model = self._of_run(changes)
+        elif self.architecture is None:
+            raise ValueError(f"{self.title} does not say of which model it is: give its name")
+        elif self.wing == DIFFUSION.name and self.form == Form.FOREIGN:
+            model = self._released_dit()
+        else:
+            model = create(self.architecture, self.wing, **{**self.arguments, **changes})
+            self._fill(model, self.tensors())
+        return model.to(device or "cpu").eval()
+
+    def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Load a state dict into a model that was made for it; every tensor is needed."""
+        taken = start_from(model, state, self.title)
+        if taken.changed:
+            raise ValueError(
+                f"{self.source} does not hold all of {self.architecture}: {'; '.join(taken.changed)}"
+            )
+
+    def _of_run(self, changes: dict[str, Any]) -> nn.Module:
+        warning = said_of_first_weights(self.file, self.metadata)
+        if warning:
+            logging.getLogger(__name__).warning(warning)
+        state = self.tensors()
+        self._refuse_other_tensors(state)
+        model = create(self.architecture, self.wing, **{**self.arguments, **changes})
+        self._fill(model, state)
+        return model
+
+    def _refuse_other_tensors(self, state: dict[str, Tensor]) -> None:
+        """Refuse a run's file whose tensors are not those of the model in its metadata.
+
+        The model is made without values first: anyone can write metadata, so metadata alone must not decide how much
+        memory is allocated.
+        """
+        refuse_sizes(self.file, state, self.arguments)
+        try:
+            with without_values():
+                outline = create(self.architecture, self.wing, **self.arguments)
+                take_shared_heads(outline, state)
+        except ValueError as error:
+            hint = ""
+            if self.arguments.get("router") not in (None, *ROUTERS):
+                hint = trained_with(self.config)
+            raise ValueError(f"{self.file}: {reason_of(error)}{hint}") from None
+        except Exception as error:  # arguments of wrong types fail anywhere
+            reason = f"{self.architecture} cannot be made of the arguments in its metadata ({reason_of(error)})"
+            raise ValueError(f"{self.file}: {reason}") from None
+        try:
+            refuse_other_shapes(self.file, state, outline)
+        except OtherModel as error:
+            # A plain ValueError, to which `advise_on_model_name` adds no advice.
+            raise ValueError(str(error)) from None
+
+    def _released_dit(self) -> nn.Module:
+        """Make the model of a released DiT, SiT or JiT, whose file says its sizes."""
+        table = label_table(self.file, self.shapes)
+        state = self.tensors()
+        if not table.has_no_class:
+            state = with_no_class(state)
+        try:
+            model = create(self.architecture, DIFFUSION.name, **self.arguments)
+            return load_tensors(model, state, self.file)
+        except ValueError as error:
+            problem = str(error)
+            fitting = self._dits_that_fit(state)
+            if fitting:
+                problem += f"; --model {fitting[0]} fits"
+            raise ValueError(problem) from None
+
+    def _dits_that_fit(self, state: dict[str, Tensor]) -> list[str]:
+        """Return the other registered models of the same size that the weights fit."""
+        size = self.architecture.rpartition("_")[0]
+        fitting = []
+        for module in FAMILIES[DIFFUSION.name]:
+            for candidate in timm.list_models(f"{size}_*", module=module):
+                if candidate == self.architecture:
+                    continue
+                with contextlib.suppress(ValueError):
+                    load_tensors(
+                        create(candidate, DIFFUSION.name, **self.arguments), state, self.file
+                    )
+                    fitting.append(candidate)
+        return fitting
+
+    def _fetched(self, changes: dict[str, Any]) -> nn.Module:
+        """Return the model that timm makes of the source, with its weights, which it may download."""
+        try:
+            return timm.create_model(self._timm_source, pretrained=True, **changes)
+        except (ValueError, RuntimeError, OSError) as error:
+            # The model has no pretrained weights, or they cannot be downloaded.
+            raise ValueError(
+                f"{self.title}: its weights cannot be fetched ({reason_of(error)}){near_model(self.source)}"
+            ) from None
+
+    def into(self, model: nn.Module) -> nn.Module:
+        """Load all weights into a model that exists, see `load_checkpoint`; return the model."""
+        if self.file.suffix == ".npz" and hasattr(model, "load_pretrained") and self.file.is_file():
+            load_npz(model, self.file)
+        else:
+            load_tensors(model, self.tensors(), self.file)
+        for line in self.differences(model):
+            logging.getLogger(__name__).warning(line)
+        return model
+
+    def start(self, model: nn.Module, classes: Sequence[str] | None = None) -> TakenWeights:
+        """Load the weights into a new model, whose training starts from them, see `start_from`.
+
+        The lines of `differences` are among those that it returns.
+        """
+        theirs = None
+        if classes:
+            theirs = self.classes
+        taken = start_from(model, self.tensors(), self.title, classes, self.source, theirs)
+        return taken._replace(changed=[*taken.changed, *self.differences(model)])
+
+    def differences(self, model: nn.Module) -> list[str]:
+        """Return a line for each way in which a model differs from the one of the weights, and that shapes do not show.
+
+        model: has the weights.
+        """
+        lines = []
+        trained = self.outline()
+        if trained is not None:
+            lines += other_heads(model, trained, self.source)
+        if hasattr(model, "prediction"):
+            lines += other_training(
+                model, self.prediction, self.trained_arguments or {}, self.source
+            )
+        return lines
+
+
+def find_weights(
+    source: str | Path,
+    name: str | None = None,
+    prefer: str | None = None,
+    *,
+    wing: str | None = None,
+    key: str = "",
+) -> Weights:
+    """Find weights, and read what they are of. No tensor is read: of a foreign file, its names and shapes when they are asked for.
 
     Args:
-        wing: "classification", "diffusion", or None: either.
-        key: key or option that gave the name, for the message.
+        source: a run, its checkpoint RUN/checkpoints/step_N, or a file in either; a folder that timm, diffusers or
+            transformers has saved, such as publish writes; a file of weights; NAME or hf-hub:OWNER/NAME of a model whose
+            weights timm fetches; local-dir:FOLDER.
+        name: name of the model, for weights that do not say it.
+        prefer: "ema" (the last weights, if there is no EMA), "model", "ema2" (the second EMA in a file of JiT's training
+            script); None: the weights that the run's results are of, else as "ema".
+        wing: "classification", "diffusion" or "text"; weights of another are refused. None: any.
+        key: option or configuration key that gave the source, for messages.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, naming the source.
     """
-    problem = name_problem(name, wing)
-    if problem:
-        raise ValueError(f"{key} '{name}' {problem}")
-
-
-def name_problem(name: str, wing: str | None) -> str:
-    """Return why a model's name is refused, and similar names, as the end of a sentence; "" if it is accepted."""
-    wings = image_models()
-    fitting = [known for known in wings if wing in (None, wings[known])]
-    base = name.split(".")[0]
-    if not timm.is_model(base):
-        problem = "is not a registered model"
-    elif base in wings and base not in fitting:
-        problem = _of_another_wing(wings[base], wing)
-    elif timm.models.model_entrypoint(base).__module__.startswith("timm."):
-        problem = "has no head routing"
-        if wing == "classification":
-            problem += "; a dense ViT is moh_vit_* with model.router dense"
+    source = str(source)
+    path = Path(source.removeprefix("local-dir:"))
+    if tensor_files(path):
+        found = _on_disk(source, path, prefer, key)
     else:
-        return ""
-    # DiT-S/2 is dit_small_patch2.
-    sizes = dict(s="small", b="base", l="large", xl="xlarge", h="huge")
-    asked = re.sub(r"-(s|b|l|xl|h)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
-    return f"{problem}, {closest(asked, fitting)}"
+        found = _published(source, prefer, key)
+    if name:
+        found = found.named(name)
+    if wing:
+        found.refuse_other(wing)
+    return found
 
 
-def _of_another_wing(actual: str, needed: str) -> str:
-    return f"is a {WINGS[actual].title} model, a {WINGS[needed].title} model is needed"
-
-
-def image_models() -> dict[str, str]:
-    """Return the wing of each of our image models: "classification" or "diffusion"."""
-    return {
-        name: wing
-        for wing, modules in FAMILIES.items()
-        for module in modules
-        for name in timm.list_models(module=module)
-    }
-
-
-def from_run(path: str, wing: str | None, weights: str | None = None) -> tuple[nn.Module, dict]:
-    """Return a run's model in eval mode, and its metadata, with the weights file under "weights"; wing None: any."""
-    file = weights_file(path, weights)
-    state, metadata = read_described(file, wing)
-    if "architecture" not in metadata:
+def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
+    """`find_weights` for a path that exists."""
+    form, settings = _form_of(path)
+    if prefer is not None and form in OF_ONE_KIND:
+        raise ValueError(
+            f"weights {prefer!r} has no effect: {source} is {form}, which holds one kind"
+        )
+    if form == Form.TRANSFORMERS and not (path / "model.safetensors").is_file():
+        file = path  # its weights are in several files, which transformers reads
+    else:
+        file = _file_of(path, prefer, form, key)
+    found = Weights(source=source, key=key, form=form, file=file, asked=prefer)
+    if file.suffix == ".safetensors":
+        metadata = read_metadata(file)
+        if "architecture" in metadata:
+            return _of_run(found, metadata)
+    if form == Form.TRANSFORMERS:
+        model_type = str(settings.get("model_type"))
+        return replace(found, wing=TEXT.name, architecture=model_type)
+    if form in OF_RUNS:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
-    _warn_of_first_weights(file, metadata)
-    model = create(metadata["architecture"], wing, **metadata["arguments"])
-    take_shared_heads(model, state)
-    model.load_state_dict(state)
-    return model.eval(), dict(metadata, weights=str(file))
+    if form in (Form.PIPELINE, Form.DIFFUSERS):
+        return _of_library(found, DIFFUSION.name, lambda: of_diffusers(_diffusers_config(path)))
+    if form == Form.TIMM:
+        local = f"local-dir:{path}"
+        return _of_library(found, CLASSIFICATION.name, lambda: of_timm(local))
+    return found
 
 
-def _warn_of_first_weights(file: Path, metadata: dict) -> None:
-    warning = said_of_first_weights(file, metadata)
-    if warning:
-        logging.getLogger(__name__).warning(warning)
+def _file_of(path: Path, prefer: str | None, form: Form, key: str) -> Path:
+    """Call `weights_file`, and say of a folder without weights what else it lacks."""
+    try:
+        return weights_file(str(path), prefer)
+    except FileNotFoundError as error:
+        problem = f"{key} {error}".strip()
+        if form == Form.FOREIGN:
+            problem += "; nor is there a config.json of timm, diffusers or transformers"
+        raise FileNotFoundError(problem) from None
 
 
-def described_by(path: str, wing: str | None) -> dict:
-    """Return the metadata of a run's file or folder; {} for files without metadata."""
-    file = weights_file(path)
-    if file.suffix != ".safetensors" or not tensor_files(file):
+def _form_of(path: Path) -> tuple[Form, dict]:
+    """Return what an existing path is, and the settings in a folder's config.json, {} if there is none."""
+    if not path.is_dir():
+        return Form.FOREIGN, {}  # the metadata of a run's file say that it is one
+    if (path / RUN_CONFIG).is_file():
+        return Form.RUN, {}
+    if step_of(path) is not None:
+        return Form.CHECKPOINT, {}
+    if (path / "model_index.json").is_file():
+        return Form.PIPELINE, {}
+    settings = _settings(path / "config.json")
+    if "model_type" in settings:
+        return Form.TRANSFORMERS, settings
+    if "_class_name" in settings or (path / "transformer" / "config.json").is_file():
+        return Form.DIFFUSERS, settings
+    if (path / "config.json").is_file():
+        return Form.TIMM, settings
+    return Form.FOREIGN, {}
+
+
+def _settings(config: Path) -> dict:
+    """Return what a config.json says; {} if there is none, or no mapping in it."""
+    if not config.is_file():
         return {}
-    _, metadata = read_described(file, wing)
-    return metadata
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config}: not readable as JSON ({reason_of(error)})") from None
+    return settings if isinstance(settings, dict) else {}
 
 
-def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dict]:
-    """Read tensors and metadata of a .safetensors file; check that both fit the `architecture` in the metadata."""
-    state, metadata = read_safetensors(file)
-    if "architecture" not in metadata:
-        return state, metadata
+def _diffusers_config(path: Path) -> Path:
+    """Return the config.json of the transformer in a folder of diffusers."""
+    own = path / "config.json"
+    if own.is_file() and not (path / "model_index.json").is_file():
+        return own
+    return path / "transformer" / "config.json"
+
+
+def _of_library(found: Weights, wing: str, describe: Callable[[], Described]) -> Weights:
+    """Add to weights what a library's config.json says."""
+    try:
+        described = describe()
+    except Exception as error:  # foreign files may hold anything
+        reason = reason_of(error)
+        if isinstance(error, KeyError):
+            reason = f"no {error} in it"
+        raise ValueError(
+            f"{found.title}: its config.json is of no {WINGS[wing].title} model that is taken ({reason})"
+        ) from None
+    return replace(
+        found,
+        wing=wing,
+        architecture=described.architecture,
+        arguments=described.arguments,
+        pretrained_cfg=described.pretrained_cfg,
+    )
+
+
+def _of_run(found: Weights, metadata: dict) -> Weights:
+    """Add to weights the metadata of a run's file, after checking their types."""
+    file = found.file
     name = metadata["architecture"]
     arguments = metadata.get("arguments")
     classes = metadata.get("classes", [])
@@ -195,49 +590,50 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
         )
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
+    if "kind" in config and config["kind"] not in WINGS:
+        raise ValueError(f"{file}: kind {config['kind']!r}: {closest(str(config['kind']), WINGS)}")
     if "vocabularies" in metadata:
-        actual = "text"
+        wing = TEXT.name
     else:
-        actual = image_models().get(name, wing)
-    if wing not in (None, actual):
-        theirs = WINGS[actual]
-        raise ValueError(
-            f"{file} is of a {theirs.title} model, {name}, of {theirs.script}; give a run of {WINGS[wing].script}"
-        )
+        wing = config.get("kind") or image_models().get(name.split(".")[0])
     refuse_fetch(arguments, f"the metadata of {file}")
-    _refuse_sizes(file, state, arguments)
-    try:
-        with without_values():
-            outline = create(name, wing, **arguments)
-            take_shared_heads(outline, state)
-    except ValueError as error:
-        hint = ""
-        if arguments.get("router") not in (None, *ROUTERS):
-            hint = trained_with(config)
-        raise ValueError(f"{file}: {reason_of(error)}{hint}") from None
-    except Exception as error:  # arguments of wrong types fail anywhere
-        reason = f"{name} cannot be made of the arguments in its metadata ({reason_of(error)})"
-        raise ValueError(f"{file}: {reason}") from None
-    try:
-        refuse_other_shapes(file, state, outline)
-    except OtherModel as error:
-        # A plain ValueError, to which `advise_on_model_name` adds no advice.
-        raise ValueError(str(error)) from None
-    return state, metadata
+    form = found.form
+    if form not in OF_RUNS:
+        form = Form.FILE
+    return replace(
+        found, form=form, wing=wing, architecture=name, arguments=arguments, metadata=metadata
+    )
 
 
-def refuse_fetch(arguments: dict, where: str) -> None:
-    """Refuse arguments, found in `where`, by which timm would read other weights."""
-    for key in FETCHING:
-        if key in arguments:
-            raise ValueError(f"{key} in {where} would read other weights than its own")
+def _published(source: str, prefer: str | None, key: str) -> Weights:
+    """`find_weights` for what is no path: the name of a model whose weights timm fetches."""
+    base = source.split(".")[0]
+    is_hub = source.startswith("hf-hub:")
+    if not is_hub and not timm.is_model(base):
+        refuse_missing_source(key, source)
+        problem = (
+            "neither a run, a file of weights, a folder with a config.json, hf-hub:OWNER/NAME, nor the name of a model "
+            f"registered with timm{near_model(source)}"
+        )
+        if source.count("/") == 1:
+            problem += f"; of a model on the hub: hf download {source} --local-dir FOLDER"
+        raise FileNotFoundError(f"{key} {source}: {problem}".strip())
+    if prefer is not None:
+        raise ValueError(f"weights {prefer!r} has no effect: {source} fetches its weights")
+    wing = image_models().get(base, CLASSIFICATION.name)
+    architecture = None if is_hub else source
+    return Weights(
+        source=source,
+        key=key,
+        form=Form.NAME,
+        file=Path(source),
+        wing=wing,
+        architecture=architecture,
+    )
 
 
-def _refuse_sizes(file: Path, state: dict[str, Tensor], arguments: dict) -> None:
-    """Refuse numbers in a file's arguments that are too large for the file's tensors.
-
-    Anyone can write metadata, so metadata alone must not decide how much memory is allocated.
-    """
+def refuse_sizes(file: Path, state: dict[str, Tensor], arguments: dict) -> None:
+    """Refuse numbers in a file's arguments that are too large for the file's tensors."""
     largest = max((tensor.numel() for tensor in state.values()), default=0)
     # Every layer has a tensor of its own; the position table bounds the patches of a side, here of up to 64 pixels.
     limits = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(largest)}
@@ -259,351 +655,19 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield key, value
 
 
-def refuse_other_shapes(
-    file: str | Path,
-    state: dict[str, Tensor],
-    model: nn.Module,
-    may_lack: Callable[[str], bool] = lambda name: False,
-) -> None:
-    """Raise `OtherModel` unless a state dict has the model's names, shapes and types (any floats for floats).
-
-    Raise a plain ValueError for NaN and infinity.
-
-    Args:
-        file: where the state dict is from, for the message.
-        may_lack: says of a tensor's name whether the state dict may lack it.
-    """
-    parameters = model.state_dict()
-    for name in [name for name in state if name in parameters]:
-        tensor = state[name]
-        needed = parameters[name]
-        if tensor.shape != needed.shape:
-            raise OtherModel(
-                f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(needed.shape)}"
-            )
-        # `load_state_dict` would cast integers to floats, and drop the imaginary part of complex numbers.
-        if tensor.is_floating_point() != needed.is_floating_point() or tensor.is_complex():
-            raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {needed.dtype}")
-    missing = [name for name in parameters if name not in state and not may_lack(name)]
-    unexpected = []
-    for name in state:
-        if name not in parameters:
-            if len(name) > 100:  # files may hold any name
-                name = name[:100] + "..."
-            unexpected.append(name)
-    if missing or unexpected:
-        raise OtherModel(
-            f"{file} does not fit {type(model).__name__}: "
-            f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
-        )
-    refuse_not_finite(file, state)
-
-
-def to_validate(
-    path: str, name: str, arguments: dict, img_size: int | None = None
-) -> tuple[nn.Module, dict]:
-    """Open a classifier to validate it.
-
-    Args:
-        path: a run, or weights that `init_from` takes.
-        name, arguments: for `create`; not used if the path is a run, which has recorded its own.
-        img_size: another image side, to which position tables are resized; None: the model's own.
-
-    Returns:
-        The model in eval mode, and metadata with architecture, arguments, classes (or None), weights (see
-        `weights_said`) and brings_model: whether the path says which model it is of, as a run does.
-    """
-    if Path(path).exists():
-        path = str(weights_file(path))
-    metadata = described_by(path, "classification")
-    brings_model = "architecture" in metadata
-    if brings_model:
-        name = metadata["architecture"]
-        arguments = metadata["arguments"]
-        _warn_of_first_weights(Path(path), metadata)
-    arguments = dict(arguments)
-    if img_size:
-        arguments["img_size"] = img_size
-    model = create(name, "classification", **arguments)
-    check_side(model, img_size)
-    try:
-        taken = take_weights(model, path, "--checkpoint")
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
-    if taken.changed:
-        raise ValueError(f"{path} does not hold all of {name}: {'; '.join(taken.changed)}")
-    names = metadata.get("classes")
-    if not names and Path(path).is_file():
-        names = saved_with(Path(path))
-    metadata.update(
-        architecture=name,
-        arguments=arguments,
-        classes=names,
-        weights=weights_said(path),
-    )
-    return model.eval(), dict(metadata, brings_model=brings_model)
-
-
-def _fit_classes(
-    state: dict[str, Tensor], classes: Sequence[str], theirs: Sequence[str] | None, source: str
-) -> tuple[dict[str, Tensor], str]:
-    """Reorder the classifier or label table in `state` by `classes`, or leave it out; also return a line on it.
-
-    Args:
-        classes: class names of the data, in order.
-        theirs: class names of the source, in order; None: the source does not name its classes.
-    """
-    of_classes = [name for name in state if name.startswith(OF_CLASSES)]
-    is_table = of_classes[0].startswith("y_embedder.")
-    tensors = "label table" if is_table else "head"
-    if theirs is None:
-        theirs, assumed = assumed_order(source, classes)
-        said = f"the {tensors} is kept; {assumed}"
-        if is_table:
-            said += '; its last row is taken for "no class"'
-    else:
-        said = (
-            f"the {tensors} is put into the order of the data: {source} has its classes in another"
-        )
-    order = indices_of(classes, within=theirs)
-    if order is None:
-        different = (name for name, other in zip(classes, theirs) if name != other)
-        odd = next(different, classes[-1])
-        remaining = {name: tensor for name, tensor in state.items() if name not in of_classes}
-        said = f"the {tensors} is made anew: class {odd!r} is not in the same place in {source}"
-        return remaining, said
-    rows = torch.tensor(order)
-    state = dict(state)
-    for name in of_classes:
-        no_class = state[name][len(order) :]  # a label table's last row stays the last
-        state[name] = torch.cat([state[name][rows], no_class])
-    return state, said
-
-
-def init_from(
-    model: nn.Module,
-    source: str,
-    say: Callable[[str], None] = print,
-    key: str = "init_from",
-    classes: Sequence[str] | None = None,
-) -> bool:
-    """Load weights into a new model as `take_weights` does; return whether they are dense.
-
-    Args:
-        say: called with a line for every tensor that differs from the source's.
-        source, key, classes: see `take_weights`.
-    """
-    taken = take_weights(model, source, key, classes)
-    for change in (*taken.resized, *taken.changed):
-        say(f"{key}: {change}")
-    return taken.dense
-
-
-def say_other_heads(
-    model: nn.Module, source: str, trained: nn.Module | None, say: Callable[[str], None]
-) -> None:
-    """Tell the user if `init_from` has loaded weights of layers with other numbers of heads than the model's.
-
-    Projections have the same shapes where H * D is the same, so that they load, but every head is another function.
-
-    Args:
-        model: has the weights.
-        source: where they are from, for the line.
-        trained: the model that they were trained in; its own weights are not used. None: the source does not say which.
-        say: called with the line.
-    """
-    if trained is None:
-        return
-    theirs = [layer.num_heads for layer in attention_layers(trained)]
-    ours = [layer.num_heads for layer in attention_layers(model)]
-    if theirs != ours:
-        say(
-            f"init_from: {source} was trained with {_in_each(theirs)} heads, this run has {_in_each(ours)}"
-        )
-
-
-def _in_each(numbers: Sequence[int]) -> str:
-    """Return the layers' numbers as text: one number if it is the same in all layers."""
-    if len(set(numbers)) == 1:
-        numbers = numbers[:1]
-    return " ".join(map(str, numbers))
-
-
-class TakenWeights(NamedTuple):
-    """What `take_weights` loaded.
-
-    Attributes:
-        dense: whether the source has no routers.
-        resized: a line for each tensor of the source that was resized.
-        changed: lines on tensors that start fresh or were reordered.
-    """
-
-    dense: bool
-    resized: list[str]
-    changed: list[str]
-
-
-def take_weights(
-    model: nn.Module, source: str, key: str, classes: Sequence[str] | None = None
-) -> TakenWeights:
-    """Load weights into a new model.
-
-    Some tensors may differ from the source's. A classifier or label table is reordered if the source has the same
-    classes in another order, and starts fresh if it has other classes. Position tables and patch kernels are resized.
-    A DiT's last layer starts fresh if learn_sigma differs, routers if the source has none; those of MLPs then start at
-    zero, as `convert` makes them. The model takes the source's shared heads and groups but keeps its number of active ones.
-
-    Args:
-        source: a run, a file that `load_checkpoint` reads, or the name of a pretrained timm model.
-        key: configuration key, for messages.
-        classes: class names of the model; None: if the source has as many classes, they are assumed to be the same.
-    """
-    state, theirs = _read_source(source, key, with_classes=bool(classes))
-    needed = model.state_dict()
-    before = {name: list(tensor.shape) for name, tensor in state.items()}
-    state = _translated(f"{key} {source}", state, model)
-    _fit_colours(state, model)
-    resized = []
-    for name, tensor in state.items():
-        shape = list(tensor.shape)
-        if before.get(name, shape) != shape:
-            resized.append(f"{name} is resized, {before[name]} -> {shape}")
-    changed = []
-    for name, tensor in needed.items():
-        if name.startswith(REMADE) and name in state and state[name].shape != tensor.shape:
-            left_out = state.pop(name)
-            shapes = f"{list(left_out.shape)} -> {list(tensor.shape)}"
-            changed.append(f"{name} is made anew, {shapes}")
-    has_classes = any(name in needed and name.startswith(OF_CLASSES) for name in state)
-    if classes and has_classes and theirs != list(classes):
-        state, said = _fit_classes(state, classes, theirs, source)
-        changed.append(said)
-    refuse_other_shapes(
-        f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE)
-    )
-    dense = not has_routers(state)
-    model.load_state_dict(state, strict=False)
-    fresh = [name for name in needed if ".router." in name and name not in state]
-    started = start_mlp_routers(model, fresh)
-    if len(fresh) > len(started):
-        changed.append(f"{len(fresh) - len(started)} router tensors start fresh")
-    if started:
-        changed.append(f"{len(started)} router tensors of MLPs start at zero")
-    return TakenWeights(dense, resized, changed)
-
-
-def _read_source(
-    source: str, key: str, with_classes: bool
-) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Read the state dict and the class names of a source of weights; the names are None if it has none.
-
-    Args:
-        source, key: see `take_weights`.
-        with_classes: whether to look for class names beside a file.
-    """
-    local = source.removeprefix("local-dir:")
-    if tensor_files(Path(local)):
-        file = weights_file(local)
-        state = read_tensors(file)
-        if not with_classes:
-            return state, None
-        return state, saved_with(file)
-    if source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
-        try:
-            network = timm.create_model(source, pretrained=True)
-            names = listed(network.pretrained_cfg.get("label_names"), "label_names")
-            return network.state_dict(), names
-        except (RuntimeError, OSError) as error:
-            # The model has no pretrained weights, or they cannot be downloaded.
-            raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
-    refuse_missing_source(key, source)
-    nothing = "neither a run, a file of weights, nor a registered model name"
-    raise FileNotFoundError(f"{key} {source}: {nothing}{near_model(source)}")
-
-
-def _fit_colours(state: dict[str, Tensor], model: nn.Module) -> None:
-    """Sum or repeat the colours of the first kernel in `state`, if the model takes images without three channels."""
-    name = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
-    needed = model.state_dict().get(name)
-    if needed is None or name not in state:
-        return
-    kernel = state[name]
-    if kernel.ndim == 4 and kernel.shape[1] == 3:
-        state[name] = adapt_input_conv(needed.shape[1], kernel)
-
-
-def near_model(source: str) -> str:
-    """Return the end of a message that suggests a similar folder or model name; "" if there is none."""
-    if ":" in source or "/" in source or Path(source).exists():
-        return ""
-    near = near_folder(source)
-    if near is None:
-        names = timm.list_models(pretrained="." in source)
-        near = next(iter(nearest(source, names, 1)), source)
-    if near == source:
-        return ""
-    return f", did you mean {near}?"
-
-
-def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
-    """Give the model of a resumed run the shared heads of its checkpoint, which may be from `init_from`."""
-    file = checkpoint / "model.safetensors"
-    take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
-
-
-def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") -> nn.Module:
+def load_checkpoint(model: nn.Module, path: str | Path, weights: str | None = None) -> nn.Module:
     """Load weights of any known layout, published or ours, into a model; return the model.
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (no pickled objects but tensors and argparse.Namespace),
-    the original ViTs' .npz, and folders of a run, diffusers model or pipeline. Layouts: ours, timm's ViTs,
+    the original ViTs' .npz, and folders of a run, timm, diffusers model or pipeline. Layouts: ours, timm's ViTs,
     official TransNeXt, MoH-ViT, DiT and MoH-DiT, SiT (into a sit_*: the layout is the DiT's), JiT (into a jit_*), and
     diffusers' DiT (whose outputs are the same in a model with compat="diffusers"). With dense weights, routers that can start
     as plain attention do, see `Router.become_dense`. From weights with routers the model takes the shared heads, but keeps
-    its number of active heads.
+    its number of active heads. What shapes do not show is a warning of `logging`: other numbers of heads, rotary positions,
+    another prediction.
 
     Args:
         path: a file or folder as above.
-        weights: "ema" (if there is one), "model", or "ema2", the second EMA in a file of JiT's training script.
+        weights: see `find_weights`.
     """
-    file = weights_file(str(path), weights)
-    if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
-        return _load_npz(model, file)
-    return load_tensors(model, read_tensors(file, weights), file)
-
-
-def load_tensors(model: nn.Module, state: dict[str, Tensor], file: Path) -> nn.Module:
-    """Load a state dict that was read from `file`, as `load_checkpoint` does."""
-    if hasattr(model, "checkpoint_filter"):
-        state = zero_missing_routers(_translated(str(file), state, model), model)
-    refuse_other_shapes(file, state, model)
-    model.load_state_dict(state)
-    return model
-
-
-def _translated(file: str, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Translate weights of another layout to the model's names and shapes; the model takes their shared heads."""
-    try:
-        state = model.checkpoint_filter(state, model)
-        take_shared_heads(model, state)
-    except Exception as error:  # filters use shapes that are not checked yet
-        raise OtherModel(f"{file}: {reason_of(error)}") from None
-    odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if odd:
-        raise ValueError(f"{file}: {odd[0]} is no tensor")
-    try:
-        refuse_other_groups(model, state)
-    except ValueError as error:
-        raise OtherModel(f"{file}: {error}") from None
-    return state
-
-
-def _load_npz(model: MoHVisionTransformer, file: Path) -> nn.Module:
-    """Load the file of an original ViT with timm's loader; if that fails, the model is left as it was."""
-    refuse_unpacking(file)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    try:
-        model.load_pretrained(str(file))
-    except Exception as error:  # timm copies tensor by tensor, without checking the file first
-        model.load_state_dict(before)
-        raise ValueError(f"{file}: not the weights of such a ViT ({reason_of(error)})") from None
-    return model
+    return find_weights(path, prefer=weights).into(model)

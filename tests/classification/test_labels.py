@@ -13,7 +13,7 @@ from timm.data.real_labels import RealLabelsImagenet
 
 from moh_vision.classification.labels import open_labelled, refuse_other_classifier
 from moh_vision.classification.validate import main
-from moh_vision.models.weights import create
+from moh_vision.models.creation import create
 from tests.support.pictures import convert
 from tests.support.refusals import one_line, refuse
 

@@ -13,9 +13,9 @@ from moh_vision.classification import scores, validate
 from moh_vision.classification import train as train_cls
 from moh_vision.engine import training_loop
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.models.creation import create
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import create
 from tests.support import refusals
 from tests.support.pictures import encoded, gradient, image_files, write_folder
 from tests.support.refusals import assert_says

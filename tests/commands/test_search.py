@@ -29,7 +29,7 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
-from moh_vision.models.weights import from_run
+from moh_vision.models.weights import find_weights
 from tests.support.refusals import assert_says, one_line, refuse, unread
 from tests.support.small_runs import arguments
 
@@ -232,10 +232,11 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeyp
     assert re.search(rf"# cross-entropy of all heads .*; on others of digits: {losses}", text)
     # A shell passes the text on by --model.head_budget "$(cat budget.yaml)".
     train_cls.main(arguments("cls", second, 2, 2, "--model.head_budget", text))
-    model, about = from_run(str(second), "classification")
+    found = find_weights(second)
+    model = found.build()
     assert budget_pairs(model) == pairs
-    assert about["arguments"]["head_budget"] == pairs
-    assert about["config"]["model"]["head_budget"] == pairs
+    assert found.arguments["head_budget"] == pairs
+    assert found.config["model"]["head_budget"] == pairs
     assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
 
 

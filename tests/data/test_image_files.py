@@ -9,7 +9,7 @@ from moh_vision.data.splits import in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.evaluation.fidelity.images import open_images, open_set
-from moh_vision.models.weights import create
+from moh_vision.models.creation import create
 from tests.support.pictures import convert, encoded, gradient
 from tests.support.refusals import refuse
 from tests.support.tiny_vae import save_tiny_vae

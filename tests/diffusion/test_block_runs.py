@@ -56,8 +56,8 @@ def test_one_run_for_many_shares(tmp_path):
 
 
 POSITIONS = {
-    "rotary to none": ("true", "false", "true, this run with false (model.kwargs)"),
-    "none to rotary": ("false", "true", "false, this run with true (model.kwargs)"),
+    "rotary to none": ("true", "false", "true, this model with false (model.kwargs)"),
+    "none to rotary": ("false", "true", "false, this model with true (model.kwargs)"),
     "rotary to rotary": ("true", "true", None),
 }
 

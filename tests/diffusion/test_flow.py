@@ -291,10 +291,10 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     run("velocity", 1, "--init-from", whole, "--objective", "flow", "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
     before = f"{whole} was trained to predict x on path linear"
-    assert f"{before}, this run predicts velocity on path linear\n" in said
+    assert f"{before}, this model predicts velocity on path linear\n" in said
     run("noise", 1, "--init-from", whole, "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
-    assert f"{before}, this run predicts noise on path ddpm\n" in said
+    assert f"{before}, this model predicts noise on path ddpm\n" in said
     assert "init_from: final_layer.linear.weight is made anew, [4, 32] -> [8, 32]" in said
 
 

@@ -17,14 +17,15 @@ import moh_vision
 from moh_vision.common.seeds import derive_seed
 from moh_vision.diffusion import FlowMatchingLoss, sample, train
 from moh_vision.models import dit
-from moh_vision.models.pretrained import of_source
-from moh_vision.models.weights import init_from, load_checkpoint
+from moh_vision.models.prediction import prediction_said
+from moh_vision.models.weights import find_weights, load_checkpoint
 from tests.support.covering import covering
 from tests.support.jit_equations import CLASSES, SIZES, predicted_image, published_weights
 from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, refuse, refused
 from tests.support.sampling import draws_the_same_when_converted
 from tests.support.small_runs import same, whole_and_resumed
+from tests.support.weights import init_from
 
 STEPS = 10  # one begins at t = 0.1, where guidance does not yet apply
 SMALL_BLOCKS = dict(embed_dim=32, depth=2, num_heads=4, class_tokens_start=1)
@@ -236,10 +237,10 @@ def test_the_noise_of_512_pixels_stays_with_a_run(file, tmp_path, small_variant,
         run_of(["--model.name", "jit_base_patch16", *start], tmp_path / "new", 1, photos, "--fresh")
         said = re.findall("was trained (.*)", capsys.readouterr().out)
         before = "to predict x on path linear (in JiT's time, noise_scale 2)"
-        assert said == [f"{before}, this run predicts x on path linear (in JiT's time)"]
+        assert said == [f"{before}, this model predicts x on path linear (in JiT's time)"]
     dense = dit_with_jits_layers()
     run_of([*dense, "--init-from", tmp_path / "pipeline"], tmp_path / "dit", 1, photos)
-    assert f"{before}, this run predicts x on path linear\n" in capsys.readouterr().out
+    assert f"{before}, this model predicts x on path linear\n" in capsys.readouterr().out
     source = ["--model.name", "pretrained", "--model.pretrained", tmp_path / "pipeline"]
     run_of(source, tmp_path / "from_pipeline", 1, photos)
     assert moh_vision.load_run(tmp_path / "from_pipeline").prediction.noise_scale == 2
@@ -259,7 +260,7 @@ def test_patches_of_32_have_the_noise_of_512_pixels(tmp_path, capsys):
         state = published_weights()
         kernel = torch.zeros(SIZES["patch_bottleneck"], 3, patch, patch)
         torch.save({**state, "net.x_embedder.proj1.weight": kernel}, tmp_path / "file.pth")
-        trained, _ = train.training_of(str(tmp_path / "file.pth"))
+        trained = find_weights(tmp_path / "file.pth").prediction
         assert trained == variant.prediction
 
 
@@ -270,7 +271,7 @@ def dit_with_jits_layers(**changed):
     return options
 
 
-JITS = "to predict x on path linear (in JiT's time), this run predicts x on path linear"
+JITS = "to predict x on path linear (in JiT's time), this model predicts x on path linear"
 # Weights, model -> what the run says of the weights.
 ORIGINS = {
     "file, JiT": ("file", ["--model.name", "jit_base_patch16"], []),
@@ -280,12 +281,12 @@ ORIGINS = {
     "run, other blocks": (
         "run",
         ["--model.name", "jit_base_patch16", "--model.kwargs.class_tokens_start", "0"],
-        ["with class_tokens_start 1, this run with 0 (model.kwargs)"],
+        ["with class_tokens_start 1, this model with 0 (model.kwargs)"],
     ),
     "file, no rotation": (
         "file",
         ["--model.name", "jit_base_patch16", "--model.kwargs.use_rot_pos_emb", "false"],
-        ["with use_rot_pos_emb true, this run with false (model.kwargs)"],
+        ["with use_rot_pos_emb true, this model with false (model.kwargs)"],
     ),
 }
 
@@ -309,8 +310,8 @@ def test_a_line_says_if_weights_are_of_another_training(
 
 
 def test_a_name_says_its_prediction():
-    trained, arguments = train.training_of("jit_large_patch16")
-    said = train.prediction_said(trained, arguments["compat"])
+    found = find_weights("jit_large_patch16")
+    said = prediction_said(found.prediction, found.trained_arguments["compat"])
     assert said == "x on path linear (in JiT's time)"
 
 
@@ -319,8 +320,7 @@ def test_a_saved_model_of_any_size_is_a_source(tmp_path):
     timm.create_model(
         "jit_base_patch16", **SIZES | dict(patch_size=6, img_size=24)
     ).save_pretrained(tmp_path)
-    name, arguments, _ = of_source(str(tmp_path), "diffusion")
-    assert timm.create_model(name, **arguments).config.sample_size == 24
+    assert find_weights(tmp_path).build().config.sample_size == 24
 
 
 def test_an_image_alone_is_predicted(file, tmp_path, capsys):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample
 from moh_vision.models import dit
-from moh_vision.models.weights import create, load_checkpoint
+from moh_vision.models.creation import create
+from moh_vision.models.weights import load_checkpoint
 from tests.support import refusals
 from tests.support.official_dit import diffusers_dit
 from tests.support.refusals import assert_says, one_line

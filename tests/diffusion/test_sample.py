@@ -34,7 +34,7 @@ from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.evaluation.fidelity.images import SourceImages
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import from_run
+from moh_vision.models.weights import find_weights
 from tests.support import refusals
 from tests.support.processes import Command, hold, on_two_ranks
 from tests.support.refusals import assert_says, one_line
@@ -94,7 +94,7 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak)
         guide = dict(guide=weak, guide_scale=1.5)
         if weak == "weak":
             weak = run_of(tmp_path / "weak", 3, heads=(0, 1))
-            guide["guide"], _ = from_run(str(weak), "diffusion")
+            guide["guide"] = find_weights(weak).build()
         more = ["--guide", weak, "--guide-scale", "1.5"]
     images, _ = drawn(run, "--sampler", sampler, "--save-pipeline", tmp_path / "pipe", *more)
     said = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_mistakes(tmp_path, capsys, argv, facts):
 
 def test_weak_models_that_do_not_fit(tmp_path):
     space = vars(LatentSpace("some", "1" * 64, 1.0, None, 2, 4))
-    model, _ = from_run(str(run_of(tmp_path / "run", 4, vae=space)), "diffusion")
+    model = find_weights(run_of(tmp_path / "run", 4, vae=space)).build()
     flow = dict(learn_sigma=False, prediction=FlowMatchingLoss.prediction.tree())
     other = dict(space, sha256="2" * 64)
     for more, facts in (
@@ -319,12 +319,13 @@ def test_the_same_command_twice_at_a_time_is_refused(tmp_path, capsys, no_pauses
 def test_samples_that_are_not_finite_are_refused(tmp_path, capsys):
     """NaN would become black images, and be scored."""
     run = run_of(tmp_path, 3)
-    model, about = from_run(str(run), "diffusion")
+    found = find_weights(run)
+    model = found.build()
     with torch.no_grad():
         model.y_embedder.embedding_table.weight[1] = (
             3e38  # of one class; finite, but its products are not
         )
-    export_weights(model, run / "ema.safetensors", about)
+    export_weights(model, run / "ema.safetensors", found.metadata)
     with pytest.raises(SystemExit) as stop:
         call(run, "--out", tmp_path / "a.npz")
     assert stop.value.code == 1 and not (tmp_path / "a.npz").exists()
@@ -503,7 +504,7 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     images, _ = drawn(run, *argv, tmp_path / "s.json")
     out = capsys.readouterr().out
     scores = json.loads((tmp_path / "s.json").read_text())
-    network = TimmExtractor(from_run(str(judge), "classification")[0], "x")
+    network = TimmExtractor(find_weights(str(judge), wing="classification").build(), "x")
     generated, real = (torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference))
     want = score(generated, real, extractor=network)
     assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6)

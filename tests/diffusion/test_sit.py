@@ -21,7 +21,7 @@ from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.models import dit
-from moh_vision.models.weights import init_from
+from moh_vision.models.creation import arguments_of
 from tests.support.official_dit import CLASSES, DENSE, official_forward, official_weights
 from tests.support.paths import ROOT
 from tests.support.refusals import assert_says, refuse, refused
@@ -34,6 +34,7 @@ from tests.support.sampling import (
 from tests.support.small_runs import arguments, logged, same, whole_and_resumed
 from tests.support.tiny_dit import awake
 from tests.support.tiny_vae import save_tiny_vae
+from tests.support.weights import init_from
 
 SIZES = dict(heads=[4] * 3, head_dim=8)
 STEPS = 5
@@ -232,12 +233,14 @@ def test_a_line_says_if_weights_begin_in_another_time(digits, tmp_path, capsys):
     run = tmp_path / "sit"
     assert said("sit", "sit_small_patch2", digits[0]) is None
     assert said("again", "sit_small_patch2", run) is None
-    other = "velocity on path linear (in SiT's time), this run predicts velocity on path linear"
+    other = "velocity on path linear (in SiT's time), this model predicts velocity on path linear"
     assert said("dit", "dit_small_patch2", run) == other
     options = f"--num-images 0 --save-pipeline {tmp_path}/pipe"
     sample.main(f"--checkpoint {run} {options}".split())
     assert said("of_pipe", "dit_small_patch2", tmp_path / "pipe") == other
-    backwards = "velocity on path linear, this run predicts velocity on path linear (in SiT's time)"
+    backwards = (
+        "velocity on path linear, this model predicts velocity on path linear (in SiT's time)"
+    )
     assert said("back", "sit_small_patch2", tmp_path / "dit") == backwards
 
 
@@ -245,7 +248,7 @@ def test_rotary_positions_that_sits_file_lacks_are_said(digits, tmp_path, capsys
     options = [*FLOW, "--model.num_heads", 4, "--model.kwargs.use_rot_pos_emb", "true"]
     train.main(arguments("dit", tmp_path / "run", 1, 1, *options, "--init-from", digits[0]))
     said = re.findall("was trained with (.*)", capsys.readouterr().out)
-    assert said == ["use_rot_pos_emb false, this run with true (model.kwargs)"]
+    assert said == ["use_rot_pos_emb false, this model with true (model.kwargs)"]
 
 
 def test_what_is_left_out_is_said_and_files_of_repa_are_refused(file, tmp_path):
@@ -267,7 +270,7 @@ def test_the_dense_twin_that_a_configuration_names_reads_the_same_time(size):
     text = (ROOT / f"configs/{file}.yaml").read_text()
     (twin,) = re.findall(r"dense baseline is SiT-\w+/2: --model.name (\w+)\.", text)
     assert twin == f"sit_{size}_patch2"
-    assert dit.arguments_of(twin, {})["compat"] == config.model.kwargs["compat"] == "sit"
+    assert arguments_of(twin, {})["compat"] == config.model.kwargs["compat"] == "sit"
 
 
 # Arguments of a model that save_pretrained wrote -> the prediction that its folder says.

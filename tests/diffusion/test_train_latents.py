@@ -20,7 +20,7 @@ from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, open_inputs
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.objectives.noise import draw_step
 from moh_vision.models.counts import count_macs
-from moh_vision.models.weights import from_run
+from moh_vision.models.weights import find_weights
 from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, refused
 from tests.support.small_runs import entries
@@ -141,8 +141,9 @@ def test_training(folders, tmp_path, capsys, root):
     assert all(("repa_loss" in line) == (root == "images") for line in lines)
     space = vars(open_inputs(folders["cache"], "none", None, "none").space)
     for weights in ("ema", "model"):
-        model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
-        assert about["vae"] == space
+        found = find_weights(tmp_path / "run", prefer=weights)
+        model = found.build()
+        assert found.metadata["vae"] == space
         config = model.config
         assert config.sample_size == 8
         assert config.in_channels == 4
@@ -238,7 +239,7 @@ def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(
     for vae, is_asked_for in (("none", False), ("other/vae", True)):
         run = tmp_path / vae.replace("/", "-")
         train(run, "--data.root", cache, "--vae", vae, "--preview.every", "3")
-        assert from_run(str(run), "diffusion")[1]["vae"]["name"] == "some/vae"
+        assert find_weights(run).metadata["vae"]["name"] == "some/vae"
         argv = [*ARGV, *PICTURES, "--output", tmp_path / "no", "--data.root", cache, "--vae", vae]
         error = refused(capsys, train_dit.main, *argv)
         assert_says(error, "preview.every score.every VAE --vae some/vae 0")

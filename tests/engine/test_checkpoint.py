@@ -29,9 +29,10 @@ from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import clip_gradients
 from moh_vision.engine.step_folders import latest_checkpoint, resume_point
 from moh_vision.engine.weights import make_ema
+from moh_vision.models.fitting import keep_shared_heads
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.weight_files import read_tensors, weights_file
-from moh_vision.models.weights import keep_shared_heads, to_validate
+from moh_vision.models.weights import find_weights
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import one_line, refuse
 from tests.support.small_runs import same
@@ -244,8 +245,9 @@ def test_two_processes(tmp_path):
     moments = one.optimizers[0].state_dict()["state"].values()
     assert all(buffers["exp_avg"].any() for buffers in moments)
     (folder / "ema.safetensors").unlink()
-    opened, metadata = to_validate(str(folder), "", {})
-    assert metadata["brings_model"] and same(opened.state_dict(), weights)
+    found = find_weights(folder)
+    opened = found.build()
+    assert found.brings_model and same(opened.state_dict(), weights)
     # A resumed run keeps its shared heads.
     other = timm.create_model(NAME, **VIT, head_budget="uniform:0.75")
     before = head_budget(other)

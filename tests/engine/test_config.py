@@ -13,7 +13,7 @@ from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.keys import changed_keys
 from moh_vision.language.config import LanguageConfig
-from moh_vision.models.weights import create
+from moh_vision.models.creation import create
 from tests.support.paths import ROOT
 from tests.support.refusals import assert_says, one_line, refuse
 

@@ -31,7 +31,8 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
 from moh_vision.models import dit_transformer, set_up, vit
 from moh_vision.models.counts import least_activations
-from moh_vision.models.weights import create, from_run
+from moh_vision.models.creation import create
+from moh_vision.models.weights import find_weights
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
 from tests.support.pictures import write_folder
@@ -182,7 +183,7 @@ def test_a_line_says_if_weights_begin_with_other_heads(tmp_path, capsys, task):
     source = tmp_path / "source"
     assert said("same", 4, f"--init-from={source}", "--dry-run") == []
     other = said("other", 8, f"--init-from={source}", "--dry-run")
-    assert other == [f"init_from: {source} was trained with 4 heads, this run has 8"]
+    assert other == [f"init_from: {source} was trained with 4 heads, this model has 8"]
     # A file of weights alone does not say how many heads they are of.
     save_file(load_file(source / "model.safetensors"), tmp_path / "weights.safetensors")
     assert said("unknown", 8, f"--init-from={tmp_path}/weights.safetensors", "--dry-run") == []
@@ -449,7 +450,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     first, last = (np.asarray(Image.open(folder / f"step_{step}.png")) for step in (2, 4))
     assert first.shape == last.shape and (first != last).any()
 
-    model, _ = from_run(str(tmp_path / "drawn"), "diffusion")
+    model = find_weights(tmp_path / "drawn").build()
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
     told = []
 

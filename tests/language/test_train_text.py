@@ -323,7 +323,7 @@ def test_a_line_says_if_weights_begin_with_other_heads(data, first, tmp_path, ca
             count,
             **dense,
         )
-        said = f"init_from: {tmp_path}/source was trained with 4 heads, this run has 2"
+        said = f"init_from: {tmp_path}/source was trained with 4 heads, this model has 2"
         assert (said in capsys.readouterr().out) == (count == 2)
 
 

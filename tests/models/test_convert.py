@@ -17,10 +17,10 @@ from moh_vision.attention import (
 )
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.head_order import head_lengths
-from moh_vision.models.weights import init_from
 from tests.support.dense_vits import DEIT, DINOV3, EVA02, SMALL, VIT, dense, images
 from tests.support.official_dit import diffusers_dit
 from tests.support.refusals import refuse
+from tests.support.weights import init_from
 
 # Variants of pretrained ViTs: a model of timm, and its options.
 VARIANTS = {

@@ -19,13 +19,14 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.engine.command_line import parse_config
+from moh_vision.models.creation import create
 from moh_vision.models.pretrained import is_dense, name_and_arguments
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import create, init_from
 from tests.support.official_dit import diffusers_dit
 from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, refused
 from tests.support.small_runs import logged
+from tests.support.weights import init_from
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
 RUN = "--data.root digits --data.workers 0 --optim.batch_size 8 --save-every 2 --log-every 1 --optim.schedule constant --model.name pretrained"
@@ -342,7 +343,7 @@ def test_a_share_of_groups_is_the_same_in_every_converted_layer(asked):
         (train_cls, "--model.pretrained ./nix", "model.pretrained ./nix file folder"),
         (train_cls, "--model.pretrained nix.safetensors", "model.pretrained nix.safetensors file folder"),
         (train_cls, "--model.pretrained {vit} --distill.teacher {here}/rum", "distill.teacher {here}/rum file folder {here}/run?"),
-        (train_cls, "--model.pretrained {here}", "model.pretrained {here} {here}/config.json"),
+        (train_cls, "--model.pretrained {here}", "model.pretrained {here} config.json"),
         (train_cls, "--model.pretrained vit_tiny_patch16_224.augrg_in21k", "model.pretrained vit_tiny_patch16_224.augrg_in21k vit_tiny_patch16_224.augreg_in21k"),
         (train_cls, "--model.pretrained {vit}/config.json", "model.pretrained {vit}/config.json --init-from --model.name timm.models.save_for_hf"),
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert 'rooter' router"),
@@ -355,11 +356,11 @@ def test_a_share_of_groups_is_the_same_in_every_converted_layer(asked):
         (train_cls, "--seed 1", "model.name pretrained model.pretrained"),
         (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "model.convert model.pretrained moh_vit_tiny_patch16_224 routed already"),
         (train_dit, "--model.pretrained {vit}/config.json", "model.pretrained {vit}/config.json --init-from --model.name save_pretrained diffusers"),
-        (train_dit, "--model.pretrained {vit}", "model.pretrained {vit} config.json None DiTTransformer2DModel ours"),
-        (train_dit, "--model.pretrained {run}", "model.pretrained {run} {run}/model.safetensors classifier moh_vit train_dit.py"),
+        (train_dit, "--model.pretrained {vit}", "model.pretrained {vit} classifier train_dit.py"),
+        (train_dit, "--model.pretrained {run}", "model.pretrained {run} classifier moh_vit train_dit.py"),
         (train_dit, "--model.pretrained {here}/rum", "model.pretrained {here}/rum file folder {here}/run?"),
         (train_dit, "--model.pretrained facebook/DiT-XL-2-256", "model.pretrained facebook/DiT-XL-2-256 folder hf download"),
-        (train_dit, "--model.pretrained vit_tiny_patch16_224", "model.pretrained vit_tiny_patch16_224 model.name routing"),
+        (train_dit, "--model.pretrained vit_tiny_patch16_224", "model.pretrained vit_tiny_patch16_224 routing"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(main, argv, facts, vit, tmp_path, capsys):

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 import moh_vision
-from moh_vision.models.weights import create, from_run, init_from
+from moh_vision.models.creation import create
+from moh_vision.models.weights import find_weights
 from tests.support import official_dit as dit
 from tests.support import small_runs
 from tests.support import small_transnext as transnext
 from tests.support.dense_vits import DEIT, SMALL, dense, images
 from tests.support.refusals import one_line
+from tests.support.weights import init_from
 
 VIT = "moh_vit_small_patch16_224"
 DOORS = ("load_checkpoint", "checkpoint_path", "overlay")
@@ -243,7 +245,7 @@ def test_a_run_and_a_run_from_it(name, tmp_path):
     new = create(name, task, **FAMILIES[name], head_budget=LOWER)
     assert not init_from(new, str(first)) and same(new, model)
     save_run(new, name, second, head_budget=LOWER)
-    assert same(from_run(str(second), task)[0], new)
+    assert same(find_weights(str(second), wing=task).build(), new)
 
 
 @family

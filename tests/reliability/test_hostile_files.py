@@ -31,7 +31,7 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.step_folders import latest_checkpoint
 from moh_vision.evaluation.fidelity import Inception, Reference, load_statistics, score
 from moh_vision.evaluation.fidelity.images import open_set
-from moh_vision.models.weights import from_run, init_from, to_validate
+from moh_vision.models.weights import find_weights
 from tests.support.damages import mutated
 from tests.support.paths import ROOT
 from tests.support.pictures import convert, write_folder
@@ -41,6 +41,7 @@ from tests.support.shards import shard, write_shards
 from tests.support.small_runs import arguments, script
 from tests.support.small_training import seal
 from tests.support.tiny_vae import save_tiny_vae, write_latents
+from tests.support.weights import init_from
 
 
 class Evil:
@@ -105,6 +106,14 @@ def read_archive(file) -> None:
         list(images.batches(2))
 
 
+def as_validated(file) -> None:
+    """Open a file as validate.py does: of NAME, unless it says itself of which model it is."""
+    found = find_weights(file, wing="classification")
+    if not found.brings_model:
+        found = found.named(NAME, SMALL)
+    found.build()
+
+
 def readers_in(folder) -> dict:
     """Return name -> (file, function that reads it) of all code that reads a file."""
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
@@ -122,8 +131,8 @@ def readers_in(folder) -> dict:
             pretrained=True, pretrained_cfg_overlay=dict(file=str(f), num_classes=2)
         ),
         "init_from": lambda f: init_from(classifier(), str(f), lambda text: None),
-        "validate": lambda f: to_validate(str(f), NAME, SMALL),
-        "from_run": lambda f: from_run(str(f), "classification"),
+        "validate": as_validated,
+        "build": lambda f: find_weights(f, wing="classification").build(),
     }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
         found |= {

@@ -13,10 +13,12 @@ from safetensors.torch import save, save_file
 
 import moh_vision
 from moh_vision.evaluation.fidelity import load_statistics, score
-from moh_vision.models.weights import create, from_run, init_from, to_validate
+from moh_vision.models.creation import create
+from moh_vision.models.weights import find_weights
 from tests.support.damages import with_header
 from tests.support.refusals import one_line, refuse
 from tests.support.small_runs import same
+from tests.support.weights import init_from
 
 NAME = "moh_vit_small_patch16_224"
 SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)
@@ -168,8 +170,8 @@ def test_weights_with_wrong_metadata(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
     for read in (
-        lambda: from_run(str(tmp_path), "classification"),
-        lambda: to_validate(str(file), NAME, SMALL),
+        lambda: find_weights(tmp_path, wing="classification").build(),
+        lambda: find_weights(file).build(img_size=64),
     ):
         refuse(str(file), read)
 
@@ -178,7 +180,7 @@ def test_files_that_are_not_there(tmp_path, vit):
     for read in (
         lambda: moh_vision.load_checkpoint(vit, tmp_path / "w.pth"),
         lambda: moh_vision.load_checkpoint(vit, tmp_path),
-        lambda: from_run(str(tmp_path), "classification"),
+        lambda: find_weights(tmp_path),
         lambda: init_from(vit, str(tmp_path / "w.pth")),
         lambda: load_statistics(tmp_path / "s.npz"),
     ):

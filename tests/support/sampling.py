@@ -8,7 +8,7 @@ import moh_vision
 from moh_vision.common.seeds import derive_seed
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.models.weights import create
+from moh_vision.models.creation import create
 from tests.support import refusals
 from tests.support.tiny_vae import no_longer_zero
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.common.errors import reason_of
-from moh_vision.models.weights import from_run
+from moh_vision.common.wings import CLASSIFICATION
+from moh_vision.models.weights import find_weights
 
 # torch-fidelity's file; its name ends in the first digits of its sha256.
 PUBLISHED = "weights-inception-2015-12-05-6726825d.pth"
@@ -156,9 +157,9 @@ def make_extractor(
             f"inception_weights {inception_weights} has no effect with extractor {extractor}, only with inception"
         )
     if Path(extractor).exists():
-        model, metadata = from_run(extractor, "classification")
-        name = f"{metadata['architecture']} of {metadata['weights']}"
-        return TimmExtractor(model, name, img_size=metadata["arguments"].get("img_size"))
+        found = find_weights(extractor, wing=CLASSIFICATION.name, key="extractor")
+        name = f"{found.architecture} of {found.said}"
+        return TimmExtractor(found.build(), name, img_size=found.arguments.get("img_size"))
     if not extractor.startswith("timm:"):
         raise ValueError(
             f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module"
@@ -178,7 +179,7 @@ def _from_timm(spec: str) -> TimmExtractor:
     if folder == name and not timm.is_model(name.split(".")[0]):
         raise ValueError(f"extractor {'timm:' + spec!r}: timm has no model {name!r}")
     try:
-        model = timm.create_model(name, pretrained=True)
+        model = find_weights(name, wing=CLASSIFICATION.name).build()
         if size and not hasattr(model, "set_input_size"):
             raise ValueError(f"{type(model).__name__} takes no other size; leave @{size} out")
         if size:

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from moh_vision.common.cli import refuse_missing
 from moh_vision.common.errors import closest, reason_of
 from moh_vision.common.io import run_of
 from moh_vision.engine.ranks import say
@@ -22,8 +21,8 @@ from moh_vision.language.models.base import MODELS
 from moh_vision.language.models.configs import MOH_FIELDS
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.llama.model import FAMILIES, convert_llama
-from moh_vision.models.weight_files import read_metadata, read_safetensors, weights_file
-from moh_vision.models.weights import refuse_other_shapes
+from moh_vision.models.fitting import other_heads, refuse_other_shapes
+from moh_vision.models.weights import OF_RUNS, Weights
 
 
 def task_for(model) -> str:
@@ -171,41 +170,35 @@ def as_saved(run: Path) -> PreTrainedModel:
     return MODELS[type(config)](config)
 
 
-def outline_of(source: str) -> PreTrainedModel | None:
-    """Return the model that the weights of `init_from` are of, without them; None: no config.json beside them says it."""
-    run = run_of(weights_file(source))
-    if not (run / "config.json").is_file():
-        return None
-    try:
-        with torch.device("meta"):
-            return as_saved(run)
-    except Exception:  # a file of others may hold anything
-        return None
-
-
-def text_from_run(file: Path) -> nn.Module:
-    """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
-    run = run_of(file)
-    model = as_saved(run)
-    metadata = read_metadata(file)
-    if init_text(model, str(file), metadata["vocabularies"]):
-        raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
+def build_text(found: Weights) -> PreTrainedModel:
+    """Return the language model of weights, in eval mode: `Weights.build` for this wing."""
+    if found.form not in OF_RUNS:
+        return saved_model(found.source).eval()
+    model = as_saved(folder_of(found))
+    if start_text(model, found, found.metadata["vocabularies"]):
+        raise ValueError(
+            f"{found.file} does not hold all weights of the model in {folder_of(found) / 'config.json'}"
+        )
     return model.eval()
 
 
-def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[str]:
-    """Load the weights of a run into a model; return the router tensors that the weights lack, which stay as they are.
+def folder_of(found: Weights) -> Path:
+    """Return the folder whose config.json says of which model a run's weights are."""
+    return run_of(found.file)
+
+
+def start_text(model: nn.Module, found: Weights, vocabularies: list[str]) -> list[str]:
+    """Load the weights of a run into a model; return lines on what differs: routers that they lack start fresh.
 
     Args:
         model: gets the weights.
-        source: the run, a folder of weights or a .safetensors.
+        found: the weights.
         vocabularies: fingerprints that the run's vocabularies must have.
     """
-    refuse_missing("init_from", source)
-    state, metadata = read_safetensors(weights_file(source))
-    if metadata.get("vocabularies") not in (None, vocabularies):
+    state = found.tensors()
+    if found.metadata.get("vocabularies") not in (None, vocabularies):
         raise ValueError(
-            f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run"
+            f"{found.title}: it was trained with another vocabulary; set data.tokenizer to that of the run"
         )
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}
@@ -213,9 +206,27 @@ def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[st
     def may_lack(name: str) -> bool:
         return ".router." in name or name in tied
 
-    refuse_other_shapes(f"init_from {source}", state, model, may_lack)
+    refuse_other_shapes(found.title, state, model, may_lack)
     model.load_state_dict(state, strict=False)
-    return [name for name in model.state_dict() if name not in state and name not in tied]
+    fresh = [name for name in model.state_dict() if name not in state and name not in tied]
+    lines = []
+    if fresh:
+        lines.append(f"{len(fresh)} router tensors start fresh")
+    trained = outline_of(found)
+    if trained is not None:
+        lines += other_heads(model, trained, found.source)
+    return lines
+
+
+def outline_of(found: Weights) -> PreTrainedModel | None:
+    """Return the model of weights without values; None: no config.json beside them says which it is."""
+    if not (folder_of(found) / "config.json").is_file():
+        return None
+    try:
+        with torch.device("meta"):
+            return as_saved(folder_of(found))
+    except Exception:  # a file of others may hold anything
+        return None
 
 
 def _config(source: str | Path):
