@@ -51,10 +51,6 @@ def weights_file(path: str, weights: str | None = None) -> Path:
             f"weights {weights}: {path} holds no second EMA, as files of JiT's training script do"
         )
     if not file.is_dir():
-        if weights == "model" and file.name == "ema.safetensors":
-            raise ValueError(
-                f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it"
-            )
         return file
     if weights is None:
         scored = scored_weights(file)

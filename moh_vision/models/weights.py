@@ -210,8 +210,11 @@ class Weights:
             check_name(self.source, wing, self.key)
         theirs = WINGS[self.wing]
         needed = WINGS[wing]
+        subject = self.title
+        if self.form in OF_RUNS:
+            subject = f"{self.key} {self.file}".strip()
         raise ValueError(
-            f"{self.title} is of a {theirs.title} model, {self.architecture}, of {theirs.script}; "
+            f"{subject} is of a {theirs.title} model, {self.architecture}, of {theirs.script}; "
             f"give a run of {needed.script}"
         )
 
@@ -317,8 +320,11 @@ class Weights:
         elif self.wing == DIFFUSION.name and self.form == Form.FOREIGN:
             model = self._released_dit()
         else:
+            state = self.tensors()
+            if self.form in (Form.TIMM, Form.PIPELINE, Form.DIFFUSERS):
+                refuse_sizes(self.file, state, self.arguments)
             model = create(self.architecture, self.wing, **{**self.arguments, **changes})
-            self._fill(model, self.tensors())
+            self._fill(model, state)
         return model.to(device or "cpu").eval()
 
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -401,9 +407,10 @@ class Weights:
             return timm.create_model(self._timm_source, pretrained=True, **changes)
         except (ValueError, RuntimeError, OSError) as error:
             # The model has no pretrained weights, or they cannot be downloaded.
-            raise ValueError(
-                f"{self.title}: its weights cannot be fetched ({reason_of(error)}){near_model(self.source)}"
-            ) from None
+            problem = f"{self.title}: its weights cannot be fetched ({reason_of(error)}){near_model(self.source)}"
+            if self.wing == DIFFUSION.name:
+                problem += f"; for a file of them: --checkpoint FILE --model {self.source}"
+            raise ValueError(problem) from None
 
     def into(self, model: nn.Module) -> nn.Module:
         """Load all weights into a model that exists, see `load_checkpoint`; return the model."""
@@ -481,10 +488,7 @@ def find_weights(
 def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
     """`find_weights` for a path that exists."""
     form, settings = _form_of(path)
-    if prefer is not None and form in OF_ONE_KIND:
-        raise ValueError(
-            f"weights {prefer!r} has no effect: {source} is {form}, which holds one kind"
-        )
+    _refuse_idle_choice(path, form, prefer, key)
     if form == Form.TRANSFORMERS and not (path / "model.safetensors").is_file():
         file = path  # its weights are in several files, which transformers reads
     else:
@@ -505,6 +509,21 @@ def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
         local = f"local-dir:{path}"
         return _of_library(found, CLASSIFICATION.name, lambda: of_timm(local))
     return found
+
+
+def _refuse_idle_choice(path: Path, form: Form, prefer: str | None, key: str) -> None:
+    """Refuse a choice between EMA and last weights of a source that holds one kind."""
+    if prefer not in ("ema", "model"):
+        return  # `weights_file` refuses other words, and knows who has a second EMA
+    option = "weights"
+    if key.startswith("--"):
+        option = "--weights"
+    if form in OF_ONE_KIND:
+        raise ValueError(
+            f"{option} {prefer} has no effect: {path} is {form}, which holds one kind of weights"
+        )
+    if path.suffix in (".safetensors", ".npz") and path.stem != prefer:
+        raise ValueError(f"{option} {prefer} has no effect: {path} holds one kind of weights")
 
 
 def _file_of(path: Path, prefer: str | None, form: Form, key: str) -> Path:
@@ -551,9 +570,9 @@ def _settings(config: Path) -> dict:
 
 def _diffusers_config(path: Path) -> Path:
     """Return the config.json of the transformer in a folder of diffusers."""
-    own = path / "config.json"
-    if own.is_file() and not (path / "model_index.json").is_file():
-        return own
+    direct = path / "config.json"
+    if direct.is_file() and not (path / "model_index.json").is_file():
+        return direct
     return path / "transformer" / "config.json"
 
 
@@ -595,7 +614,7 @@ def _of_run(found: Weights, metadata: dict) -> Weights:
     if "vocabularies" in metadata:
         wing = TEXT.name
     else:
-        wing = config.get("kind") or image_models().get(name.split(".")[0])
+        wing = image_models().get(name.split(".")[0]) or config.get("kind")
     refuse_fetch(arguments, f"the metadata of {file}")
     form = found.form
     if form not in OF_RUNS:
@@ -640,7 +659,7 @@ def refuse_sizes(file: Path, state: dict[str, Tensor], arguments: dict) -> None:
     for key, number in _numbers(arguments):
         if not abs(number) <= limits.get(key, largest):  # also true for NaN
             size = f"the largest of its {len(state)} tensors has {largest} numbers"
-            raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
+            raise ValueError(f"{file}: {key} {number} of its model cannot be; {size}")
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

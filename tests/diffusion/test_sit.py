@@ -22,6 +22,8 @@ from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.models import dit
 from moh_vision.models.creation import arguments_of
+from moh_vision.models.prediction import prediction_said
+from moh_vision.models.weights import find_weights
 from tests.support.official_dit import CLASSES, DENSE, official_forward, official_weights
 from tests.support.paths import ROOT
 from tests.support.refusals import assert_says, refuse, refused
@@ -306,8 +308,8 @@ def test_a_name_says_its_prediction(name, prediction):
 
 
 def prediction_of(source):
-    trained, arguments = train.training_of(str(source))
-    return train.prediction_said(trained, arguments.get("compat", "official"))
+    found = find_weights(source)
+    return prediction_said(found.prediction, found.trained_arguments.get("compat", "official"))
 
 
 @pytest.mark.parametrize(
