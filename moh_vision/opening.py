@@ -32,7 +32,7 @@ def open_run(
             diffusers or transformers folder, such as publish writes; a weights file, with a `name`.
         weights: "ema" or "model"; None: the weights that the run's results.json is of, else the EMA, if there is one. Of a
             file of JiT's training script also "ema2", its second EMA.
-        device: of the model; None: the CPU, and the accelerator once something is computed.
+        device: of the model; None: the CPU, and the accelerator once something is computed; "meta": a model without values.
         options: keys to change, as on a command line: ["--data.root", "imagenet"].
         name: of the model, for weights that do not say it.
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -143,19 +144,16 @@ def open_weights(
     argv = ["--checkpoint", found.source]
     if not found.brings_model and found.architecture:
         argv += ["--model.name", found.architecture]
-    opened = open_with(
-        parse_config(OpenedClsConfig, [*argv, *options], command, saved), found, split
-    )
-    opened.model.to(device or "cpu")
-    return opened
+    config = parse_config(OpenedClsConfig, [*argv, *options], command, saved)
+    if split is not None:
+        return open_with(config, found, split)
+    return OpenedClassifier(found, config, *open_classifier(config, found, device=device))
 
 
 def open_with(
-    config: OpenedClsConfig, found: Weights, split: str | None = None, accelerator=None
+    config: OpenedClsConfig, found: Weights, split: str, accelerator=None
 ) -> OpenedClassifier:
     """Open the classifier of the weights of --checkpoint; `split` is opened first, because bare weights take its classes."""
-    if split is None:
-        return OpenedClassifier(found, config, *open_classifier(config, found))
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
     source = open_images(config, found, split, accelerator)
     num_classes = len(source.classes)
@@ -211,7 +209,7 @@ BUDGETS = ("model.head_budget", "model.mlp_budget")
 
 
 def open_classifier(
-    config: OpenedClsConfig, found: Weights, images: int = 1, **arguments
+    config: OpenedClsConfig, found: Weights, images: int = 1, device: Any = None, **arguments
 ) -> tuple[nn.Module, dict]:
     """Open the classifier of weights, in eval mode; also return its metadata.
 
@@ -232,12 +230,12 @@ def open_classifier(
         found.refuse_other(CLASSIFICATION.name)
         found = found.with_routing()
         refuse_idle_model_keys(config, found)
-        model = found.build(**changes)
+        model = found.build(device, **changes)
     else:
         name = config.model.name
         with advise_on_model_name(name):
             found = found.named(name, {**config.model.arguments(), **arguments}, "--model.name")
-            model = found.build(**changes)
+            model = found.build(device, **changes)
     check_side(model, data.img_size)
     metadata = dict(
         found.metadata,

@@ -138,11 +138,11 @@ class ScoredRun(NamedTuple):
         return read_json(file)
 
     def forward(self) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Open the model on the meta device; return the model, and the inputs and named arguments of one forward.
+        """Return the model without values, and the inputs and named arguments of one forward; no tensor is read.
 
         Raises FileNotFoundError if the run has no weights.
         """
-        opened = open_weights(find_weights(self.folder), saved=self.saved)
+        opened = open_weights(find_weights(self.folder), device="meta", saved=self.saved)
         shares = {key: self.sampling.get(key) for key in ("head_budget", "mlp_budget")}
         if any(share is not None for share in shares.values()):
             set_head_budget(opened.model, shares["head_budget"], mlp=shares["mlp_budget"])

@@ -161,9 +161,12 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
     for _, groups_of_model in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
         for label, group in groups_of_model:
+            sizes_of_group = sizes_of(group[0])
             by_name = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
             for name, runs_at_share in (by_name or {label: group}).items():
-                sizes = sizes_of(runs_at_share[0])
+                sizes = sizes_of_group
+                if runs_at_share is not group:
+                    sizes = sizes_of(runs_at_share[0])
                 cells = [_shown(getattr(sizes, key)) for key in SIZES]
                 for key in shown:
                     values = [run.scores.get(key) for run in runs_at_share]
@@ -176,7 +179,7 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
             if len(group) == 1:
                 note += group[0].error
             notes.append(f"{note}.")
-            theirs = paper_rows(group[0], sizes_of(group[0]))
+            theirs = paper_rows(group[0], sizes_of_group)
             comparable = [row for row in theirs if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
         for row in printed:

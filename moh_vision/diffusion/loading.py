@@ -1,6 +1,7 @@
 """Open a diffusion model from a run, a saved pipeline or published weights, and make a pipeline of it."""
 
 from pathlib import Path
+from typing import Any
 
 import timm
 from diffusers.utils import logging
@@ -118,13 +119,13 @@ def open_vae(config: SampleConfig, channels: int, trained):
     return fit_vae(vae, config.vae or space.name, space)
 
 
-def open_model(found: Weights) -> tuple[nn.Module, dict]:
-    """Open a diffusion model in eval mode, without a VAE; also return its metadata.
+def open_model(found: Weights, device: Any = None) -> tuple[nn.Module, dict]:
+    """Open a diffusion model in eval mode on a device, see `Weights.build`, without a VAE; also return its metadata.
 
     In the metadata, `run` is the folder of its scores or None, `label_drop` the share of labels that training dropped or
     None, and `vae` the dict of a `LatentSpace`, the VAE of a pipeline, or None.
     """
-    model = found.build()
+    model = found.build(device)
     metadata = dict(
         found.metadata,
         architecture=found.architecture,

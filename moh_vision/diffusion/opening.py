@@ -217,8 +217,8 @@ def open_weights(
         config = parse_config(OpenedDitConfig, asked, command, saved)
     else:
         refuse_options(options, f"{path} is of no run, whose data they would change")
-    model, metadata = open_model(found)
-    return OpenedDiffusion(found, config, model.to(device or "cpu"), metadata)
+    model, metadata = open_model(found, device)
+    return OpenedDiffusion(found, config, model, metadata)
 
 
 def parse_scored(

@@ -122,7 +122,7 @@ def open_weights(
         metadata["weights"] = found.source
     if found.run is None:
         refuse_options(options, f"{found.source} is of no run, whose data they would change")
-        return OpenedText(found, None, build_text(found).to(device or "cpu"), metadata)
+        return OpenedText(found, None, build_text(found, device), metadata)
     arguments = ["--config", str(found.run / RUN_CONFIG), *options]
     config = parse_config(LanguageConfig, arguments, command, saved)
     for key in sorted(config.given):
@@ -130,4 +130,4 @@ def open_weights(
             raise ValueError(
                 f"{key} has no effect: {found.source} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    return OpenedText(found, config, build_text(found).to(device or "cpu"), metadata)
+    return OpenedText(found, config, build_text(found, device), metadata)

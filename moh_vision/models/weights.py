@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import timm
+import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import ROUTERS
@@ -184,7 +185,8 @@ class Weights:
             cfg = self.pretrained_cfg or timm.get_pretrained_cfg(self.source)
             names = cfg.get("label_names") if isinstance(cfg, dict) else cfg and cfg.label_names
             return listed(names, "label_names")
-        return saved_with(self.file)
+        named = listed(self.metadata.get("classes"), f"{self.file}: classes in its metadata")
+        return named or saved_with(self.file)
 
     @property
     def prediction(self) -> Prediction | None:
@@ -290,10 +292,18 @@ class Weights:
             described = self.with_routing()
             if not described.brings_model and described.form != Form.NAME:
                 return None
-            with without_values():
-                return create(described.architecture, described.wing, **described.arguments)
+            return described._outline({})
         except Exception:  # files of others may hold anything
             return None
+
+    def _outline(self, changes: dict[str, Any]) -> nn.Module:
+        """Make the model without values."""
+        with without_values():
+            model = create(self.architecture, self.wing, **{**self.arguments, **changes})
+            if self.form in OF_RUNS:
+                shapes = {name: torch.empty(shape) for name, shape in self.shapes.items()}
+                take_shared_heads(model, shapes)
+        return model
 
     def build(self, device: Any = None, **changes: Any) -> nn.Module:
         """Return the model with the weights, in eval mode.
@@ -301,7 +311,7 @@ class Weights:
         A model of timm's own is returned as timm makes it, see `with_routing`.
 
         Args:
-            device: where the model goes; None: the CPU.
+            device: where the model goes; None: the CPU; "meta": a model without values, for which no tensor is read.
             changes: arguments of the model that replace those of the weights, such as `img_size`, to whose grid position
                 tables are resized.
         """
@@ -309,6 +319,8 @@ class Weights:
             raise ValueError(
                 f"{self.title} is a language model; expected a classifier or a diffusion model"
             )
+        if str(device) == "meta":
+            return self._outline(changes).eval()
         is_timms = self.form == Form.TIMM and is_timms_own(str(self.architecture))
         is_its_own = self.form == Form.NAME and self.architecture in (None, self.source)
         if is_timms or is_its_own:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -170,16 +171,19 @@ def as_saved(run: Path) -> PreTrainedModel:
     return MODELS[type(config)](config)
 
 
-def build_text(found: Weights) -> PreTrainedModel:
+def build_text(found: Weights, device: Any = None) -> PreTrainedModel:
     """Return the language model of weights, in eval mode: `Weights.build` for this wing."""
+    if str(device) == "meta":
+        with torch.device("meta"):
+            return as_saved(folder_of(found)).eval()
     if found.form not in OF_RUNS:
-        return saved_model(found.source).eval()
+        return saved_model(found.source).to(device or "cpu").eval()
     model = as_saved(folder_of(found))
     if start_text(model, found, found.metadata["vocabularies"]):
         raise ValueError(
             f"{found.file} does not hold all weights of the model in {folder_of(found) / 'config.json'}"
         )
-    return model.eval()
+    return model.to(device or "cpu").eval()
 
 
 def folder_of(found: Weights) -> Path:
