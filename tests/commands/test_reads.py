@@ -9,11 +9,11 @@ from moh_vision.common.io import TensorFiles
 from tests.support.pictures import write_folder
 
 COMMANDS = {
-    "table": "{cls} {cls}",
+    "table": "{cls}",
     "report": "{cls} {clm} --output {out}.html",
     "predict": "{cls} {images}",
     "patches": "{cls} --image {image} --output {out}.png",
-    "export": "{cls} --format torch --output {out}.onnx",
+    "export": "{cls} --format torch-export --output {out}.pt2",
     "budget-curve": "{cls} --shares 0.5 1 --output {out}.png",
     "publish": "{cls} --output {out}",
     "publish of a diffusion model": "{dit} --output {out}",
