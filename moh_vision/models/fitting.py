@@ -184,7 +184,9 @@ def start_from(
             resized.append(f"{name} is resized, {before[name]} -> {shape}")
     changed = []
     for name, tensor in needed.items():
-        if name.startswith(REMADE) and name in state and state[name].shape != tensor.shape:
+        if name.startswith(REMADE) and name not in state:
+            changed.append(f"{name} is made anew, the source has none")
+        elif name.startswith(REMADE) and state[name].shape != tensor.shape:
             left_out = state.pop(name)
             shapes = f"{list(left_out.shape)} -> {list(tensor.shape)}"
             changed.append(f"{name} is made anew, {shapes}")

@@ -341,7 +341,7 @@ class Weights:
 
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Load a state dict into a model that was made for it; every tensor is needed."""
-        taken = start_from(model, state, self.title)
+        taken = start_from(model, state, f"{self.key} {self.file}".strip())
         if taken.changed:
             raise ValueError(
                 f"{self.source} does not hold all of {self.architecture}: {'; '.join(taken.changed)}"
@@ -516,10 +516,12 @@ def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
     if form in OF_RUNS:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
     if form in (Form.PIPELINE, Form.DIFFUSERS):
-        return _of_library(found, DIFFUSION.name, lambda: of_diffusers(_diffusers_config(path)))
+        config = _diffusers_config(path)
+        return _of_library(found, DIFFUSION.name, config, lambda: of_diffusers(config))
     if form == Form.TIMM:
         local = f"local-dir:{path}"
-        return _of_library(found, CLASSIFICATION.name, lambda: of_timm(local))
+        config = path / "config.json"
+        return _of_library(found, CLASSIFICATION.name, config, lambda: of_timm(local))
     return found
 
 
@@ -588,8 +590,10 @@ def _diffusers_config(path: Path) -> Path:
     return path / "transformer" / "config.json"
 
 
-def _of_library(found: Weights, wing: str, describe: Callable[[], Described]) -> Weights:
-    """Add to weights what a library's config.json says."""
+def _of_library(
+    found: Weights, wing: str, config: Path, describe: Callable[[], Described]
+) -> Weights:
+    """Add to weights what a library's config.json says: `describe` reads it."""
     try:
         described = describe()
     except Exception as error:  # foreign files may hold anything
@@ -597,7 +601,7 @@ def _of_library(found: Weights, wing: str, describe: Callable[[], Described]) ->
         if isinstance(error, KeyError):
             reason = f"no {error} in it"
         raise ValueError(
-            f"{found.title}: its config.json is of no {WINGS[wing].title} model that is taken ({reason})"
+            f"{found.key} {config}: of no {WINGS[wing].title} model that is taken ({reason})".strip()
         ) from None
     return replace(
         found,

@@ -99,6 +99,12 @@ def dit():
     return timm.create_model("moh_dit_small_patch2_75", **sizes)
 
 
+def text_model():
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    return moh_vision.language.create_text_model("clm_small", **sizes, **heads)
+
+
 def read_archive(file) -> None:
     """Read all images of an archive, if it has any: damage to the name of arr_0 leaves only its statistics."""
     images = Reference(file).images
@@ -185,9 +191,28 @@ def readers_in(folder) -> dict:
         folder / "written" / "train.shards.json",
         lambda f: convert_images(folder),
     )
+    for form, names in SAVED.items():
+        for name in names:
+            found[f"saved {form} {name}"] = (
+                folder / form / name,
+                lambda f, saved=folder / form: moh_vision.open_run(saved),
+            )
     parts = ImageParts(folder, 1, 1, {})
     found["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
     return found
+
+
+# Folders that `find_weights` knows -> their files.
+SAVED = {
+    "timm": ("config.json", "model.safetensors"),
+    "pipe": (
+        "model_index.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+    ),
+    "diffusers": ("config.json", "diffusion_pytorch_model.safetensors"),
+    "transformers": ("config.json", "model.safetensors"),
+}
 
 
 def convert_images(folder):
@@ -211,6 +236,9 @@ def world(tmp_path):
     MoHDiTPipeline(dit(), make_scheduler("ddim", 5, True, clip=True)).save_pretrained(
         tmp_path / "pipe"
     )
+    timm.models.save_for_hf(classifier(), tmp_path / "timm", model_args=SMALL)
+    dit().save_pretrained(tmp_path / "diffusers")
+    text_model().save_pretrained(tmp_path / "transformers")
     state = classifier().state_dict()
     about = dict(
         architecture=NAME,
