@@ -1,6 +1,5 @@
 """Open a diffusion model from a run, a saved pipeline or published weights, and make a pipeline of it."""
 
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -149,7 +148,7 @@ def open_model(found: Weights, device: Any = None) -> tuple[nn.Module, dict]:
         if not table.has_no_class:
             metadata["label_drop"] = 0.0
     else:
-        metadata["classes"] = unnamed_classes(model.config.num_classes)
+        metadata["classes"] = found.classes or unnamed_classes(model.config.num_classes)
     return model, metadata
 
 
@@ -157,7 +156,7 @@ def _of_pipeline(found: Weights, model: nn.Module) -> dict:
     """Return what a saved pipeline knows beside its transformer, which is `model`."""
     logging.disable_progress_bar()  # of little use: a pipeline has only three parts
     try:
-        pipe = MoHDiTPipeline.from_pretrained(found.source, transformer=model)
+        pipe = MoHDiTPipeline.from_pretrained(found.path, transformer=model)
     except Exception as error:  # files of others may hold anything
         raise ValueError(
             f"{found.source}: not a pipeline that can be read ({reason_of(error)})"
@@ -165,7 +164,7 @@ def _of_pipeline(found: Weights, model: nn.Module) -> dict:
     names = pipe.config.id2label or {}
     classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
     return dict(
-        architecture=Path(found.source).name,
+        architecture=found.path.name,
         classes=classes,
         vae=pipe.vae,
         label_drop=pipe.config.label_drop,

@@ -129,6 +129,11 @@ class Weights:
         return f"{self.key} {self.source}".strip()
 
     @property
+    def path(self) -> Path:
+        """The source as a path, which does not exist for the name of a published model."""
+        return Path(self.source.removeprefix("local-dir:"))
+
+    @property
     def said(self) -> str:
         """The file, and which weights of it, as scripts print it."""
         if self.form == Form.NAME:
@@ -157,7 +162,7 @@ class Weights:
     def held(self) -> str | None:
         """Which weights they are: "ema", "ema2", "model", or None: the source does not say it."""
         if self.form in OF_RUNS:
-            return self.file.stem if self.file.stem in ("ema", "model") else None
+            return {"ema": "ema", "model": "model"}.get(self.file.stem)
         return kind_in(self.file, self.asked)
 
     @property
@@ -182,11 +187,18 @@ class Weights:
     def classes(self) -> list[str] | None:
         """Class names in the model's order; None: the source does not name them."""
         if self.form == Form.NAME:
-            cfg = self.pretrained_cfg or timm.get_pretrained_cfg(self.source)
-            names = cfg.get("label_names") if isinstance(cfg, dict) else cfg and cfg.label_names
-            return listed(names, "label_names")
+            return self._classes_of_name()
         named = listed(self.metadata.get("classes"), f"{self.file}: classes in its metadata")
         return named or saved_with(self.file)
+
+    def _classes_of_name(self) -> list[str] | None:
+        """`classes` of a published model: those in timm's registry or in its config.json on the hub."""
+        if self.source.startswith("hf-hub:"):
+            return of_timm(self.source).pretrained_cfg["label_names"]
+        registered = timm.get_pretrained_cfg(self.source)
+        if registered is None:
+            return None
+        return listed(registered.label_names, "label_names")
 
     @property
     def prediction(self) -> Prediction | None:
@@ -276,7 +288,7 @@ class Weights:
     def _timm_source(self) -> str:
         """The source as `timm.create_model` takes it."""
         if self.form == Form.TIMM:
-            return f"local-dir:{self.source.removeprefix('local-dir:')}"
+            return f"local-dir:{self.path}"
         return self.source
 
     # ---------------------------------------------------------------- the tensors
@@ -501,28 +513,36 @@ def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
     """`find_weights` for a path that exists."""
     form, settings = _form_of(path)
     _refuse_idle_choice(path, form, prefer, key)
-    if form == Form.TRANSFORMERS and not (path / "model.safetensors").is_file():
-        file = path  # its weights are in several files, which transformers reads
-    else:
-        file = _file_of(path, prefer, form, key)
-    found = Weights(source=source, key=key, form=form, file=file, asked=prefer)
-    if file.suffix == ".safetensors":
-        metadata = read_metadata(file)
-        if "architecture" in metadata:
-            return _of_run(found, metadata)
+    found = Weights(source=source, key=key, form=form, file=path, asked=prefer)
     if form == Form.TRANSFORMERS:
-        model_type = str(settings.get("model_type"))
-        return replace(found, wing=TEXT.name, architecture=model_type)
-    if form in OF_RUNS:
-        raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
+        return _of_transformers(found, str(settings.get("model_type")))
     if form in (Form.PIPELINE, Form.DIFFUSERS):
         config = _diffusers_config(path)
-        return _of_library(found, DIFFUSION.name, config, lambda: of_diffusers(config))
-    if form == Form.TIMM:
+        found = _of_library(found, DIFFUSION.name, config, lambda: of_diffusers(config))
+    elif form == Form.TIMM:
         local = f"local-dir:{path}"
         config = path / "config.json"
-        return _of_library(found, CLASSIFICATION.name, config, lambda: of_timm(local))
+        found = _of_library(found, CLASSIFICATION.name, config, lambda: of_timm(local))
+    found = replace(found, file=_file_of(path, prefer, form, key))
+    if form in OF_ONE_KIND:
+        return found
+    if found.file.suffix == ".safetensors":
+        metadata = read_metadata(found.file)
+        if "architecture" in metadata:
+            return _of_run(found, metadata)
+    if form in OF_RUNS:
+        raise ValueError(f"{found.file} was not written by a run (no architecture in its metadata)")
     return found
+
+
+def _of_transformers(found: Weights, model_type: str) -> Weights:
+    """Add to weights what a folder of transformers says; its weights may be in several files, which transformers reads."""
+    file = found.path / "model.safetensors"
+    metadata: dict = {}
+    if file.is_file():
+        metadata = read_metadata(file)
+        found = replace(found, file=file)
+    return replace(found, wing=TEXT.name, architecture=model_type, metadata=metadata)
 
 
 def _refuse_idle_choice(path: Path, form: Form, prefer: str | None, key: str) -> None:
@@ -535,6 +555,10 @@ def _refuse_idle_choice(path: Path, form: Form, prefer: str | None, key: str) ->
     if form in OF_ONE_KIND:
         raise ValueError(
             f"{option} {prefer} has no effect: {path} is {form}, which holds one kind of weights"
+        )
+    if path.suffix == ".safetensors" and path.stem == "ema" and prefer == "model":
+        raise ValueError(
+            f"{option} model: {path} holds the EMA; give its folder, or model.safetensors in it"
         )
     if path.suffix in (".safetensors", ".npz") and path.stem != prefer:
         raise ValueError(f"{option} {prefer} has no effect: {path} holds one kind of weights")
@@ -631,7 +655,10 @@ def _of_run(found: Weights, metadata: dict) -> Weights:
         wing = TEXT.name
     else:
         wing = image_models().get(name.split(".")[0]) or config.get("kind")
-    refuse_fetch(arguments, f"the metadata of {file}")
+    if (
+        wing != TEXT.name
+    ):  # whose models do not fetch: `pretrained` names what a converted one began with
+        refuse_fetch(arguments, f"the metadata of {file}")
     form = found.form
     if form not in OF_RUNS:
         form = Form.FILE

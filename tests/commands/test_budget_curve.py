@@ -114,7 +114,7 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
     def running():
         return head_budget(model)["active"]
 
-    one = Opened(None, model, dict(weights="W", architecture="A"))
+    one = Opened(None, None, model, dict(weights="W", architecture="A"))
     one.scores = lambda: dict(top1=float(running()), active_heads=[1])
     one.make_forward = lambda: (running, 2)
     one.accelerator = make_accelerator("no")

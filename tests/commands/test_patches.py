@@ -148,8 +148,9 @@ def test_gates_of_heads_that_all_run_are_drawn(trained, folder, tmp_path, run_co
 
 def test_the_true_class_is_known_in_folders_of_a_mac():
     """A Mac writes the umlaut of a folder's name as two characters."""
-    metadata = dict(weights="w.pth", brings_model=False, architecture="vit", img_size=16)
+    metadata = dict(weights="w.pth", architecture="vit", img_size=16)
     metadata["classes"] = ["ant", "Übersee", "bee"]
-    opened = SimpleNamespace(model=vit(), metadata=metadata)
+    bare = SimpleNamespace(brings_model=False)
+    opened = SimpleNamespace(model=vit(), metadata=metadata, weights=bare)
     file = unicodedata.normalize("NFD", "/images/Übersee/0.png")
     assert patches.classified(opened, torch.zeros(3, 16, 24), file)[0]["true"] == "Übersee"

@@ -142,16 +142,17 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, hours_pass):
     config["model_args"] = dict(checkpoint_path="elsewhere.pt")
     # Text of a config.json -> what the error says of it.
     damaged = {
-        json.dumps(config): "checkpoint_path",
-        '{"model_type": "llama"}': "'architecture'",
-        "{": "double quotes",
+        json.dumps(config): "config.json classifier checkpoint_path",
+        '{"architecture": "vit"}': "config.json classifier",
+        '{"model_type": "llama"}': "text llama train_cls.py",
+        "{": "config.json double quotes",
     }
     for text, facts in damaged.items():
         (folder / "empty" / "config.json").write_text(text)
         error = refused(
             capsys, validate.main, "--checkpoint", folder / "empty", "--data.root", "digits"
         )
-        assert_says(error, f"--checkpoint {folder}/empty config.json classifier {facts}")
+        assert_says(error, f"{folder}/empty {facts}")
 
 
 def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):

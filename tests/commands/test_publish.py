@@ -21,7 +21,7 @@ from moh_vision.attention import head_budget
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.publish import data_of, datasets_of, without_paths
 from moh_vision.commands.runs import TEXT, ScoredRun
-from moh_vision.diffusion import loading, sample
+from moh_vision.diffusion import sample
 from moh_vision.language import train as train_text
 from tests.support import small_runs
 from tests.support.paths import ROOT
@@ -195,20 +195,6 @@ def test_the_configuration_is_read_once(runs, tmp_path, monkeypatch, command, na
         argv += ["--output", str(tmp_path / "report.html")]
     assert main(argv) == 0
     assert files.count(str(runs / name / "config.yaml")) == 1
-
-
-def test_a_diffusion_model_is_opened_once(runs, tmp_path, monkeypatch):
-    """A second one would take as much memory again."""
-    opened = []
-    from_run = loading.from_run
-
-    def counted(*args):
-        opened.append(args)
-        return from_run(*args)
-
-    monkeypatch.setattr(loading, "from_run", counted)
-    assert main(["publish", str(runs / "dit"), "--output", str(tmp_path / "dit")]) == 0
-    assert len(opened) == 1
 
 
 def test_data_of_a_language_model():

@@ -25,7 +25,7 @@ from moh_vision.data.sources import Digits
 from moh_vision.diffusion import sample
 from moh_vision.diffusion.config import PreviewConfig, SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
-from moh_vision.diffusion.loading import open_pipeline
+from moh_vision.diffusion.loading import find_checkpoint, open_pipeline
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
@@ -177,7 +177,9 @@ def test_a_line_says_if_weights_begin_with_other_heads(tmp_path, capsys, task):
     def said(name, heads, *more):
         argv = arguments(task, tmp_path / name, 1, 1, *dense, f"--model.num_heads={heads}", *more)
         script(task).main(argv)
-        return [line for line in capsys.readouterr().out.splitlines() if " heads, this run" in line]
+        return [
+            line for line in capsys.readouterr().out.splitlines() if " heads, this model" in line
+        ]
 
     assert said("source", 4) == []
     source = tmp_path / "source"
@@ -348,7 +350,8 @@ def test_samples_of_digits_are_scored_and_replace_others_with_overwrite(runs, tm
     sample.main([*argv, "2", "--overwrite", "true"])
     assert len(list((tmp_path / "folder").glob("*.png"))) == 2
     fewer = SampleConfig(checkpoint=f"{folder}/dit", head_budget=0.5, out="x")
-    assert head_budget(open_pipeline(fewer)[0].transformer)["share"] == 0.5
+    pipe, _ = open_pipeline(fewer, find_checkpoint(fewer))
+    assert head_budget(pipe.transformer)["share"] == 0.5
 
 
 def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):

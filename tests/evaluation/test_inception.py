@@ -157,7 +157,7 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
         f"extractor timm:local-dir:{folder} header",
         lambda: make_extractor(f"timm:local-dir:{folder}"),
     )
-    facts = f"extractor timm:local-dir:{tmp_path} {tmp_path}/config.json"
+    facts = f"extractor timm:local-dir:{tmp_path} config.json"
     refuse(facts, make_extractor, f"timm:local-dir:{tmp_path}")
 
 

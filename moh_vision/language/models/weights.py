@@ -177,7 +177,7 @@ def build_text(found: Weights, device: Any = None) -> PreTrainedModel:
         with torch.device("meta"):
             return as_saved(folder_of(found)).eval()
     if found.form not in OF_RUNS:
-        return saved_model(found.source).to(device or "cpu").eval()
+        return saved_model(found.path).to(device or "cpu").eval()
     model = as_saved(folder_of(found))
     if start_text(model, found, found.metadata["vocabularies"]):
         raise ValueError(
