@@ -16,7 +16,7 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.models.teachers import Teacher, WithProjector
 from tests.support.pictures import write_folder
 from tests.support.refusals import assert_says, refuse, refused
-from tests.support.small_runs import arguments, logged, results, whole_and_resumed
+from tests.support.small_runs import arguments, logged, outcome, results, whole_and_resumed
 
 VIT = dict(img_size=8, patch_size=2, embed_dim=24, depth=2, num_heads=3)
 
@@ -341,3 +341,14 @@ def test_tokens_that_cannot_be_learnt_are_refused(options, grey, tmp_path, capsy
     said = refused(capsys, train_cls.main, *argv)
     assert_says(said, REFUSED_TOKENS[options].format(grey, coarse))
     assert not (tmp_path / "run").exists()
+
+
+def test_steps_as_graphs_learn_the_same(tmp_path, eager_graphs):
+    """The teacher is called before a graph is replayed, which gets what it says as it gets the images."""
+    teacher = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, in_chans=1, num_classes=10)
+    made = eager_graphs()
+    for name, more in (("eager", ()), ("graph", ("--cuda_graph", "on"))):
+        argv = ["--distill.teacher", teacher, "--distill.token_loss_weight", "1", *more]
+        train_cls.main(arguments("cls", tmp_path / name, 6, 100, *argv))
+    assert made[-1].replays > 0
+    assert outcome(tmp_path / "eager") == outcome(tmp_path / "graph")

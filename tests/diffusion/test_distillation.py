@@ -277,3 +277,13 @@ def test_an_estimate_names_the_time_of_the_teacher(teacher, tmp_path, capsys, mo
     assert not (tmp_path / "run").exists()
     train_dit.main(arguments("dit", tmp_path / "run", 2, 1, "--estimate"))
     assert "  teacher" not in capsys.readouterr().out
+
+
+def test_steps_as_graphs_learn_the_same(teacher, tmp_path, eager_graphs):
+    """The teacher predicts before a graph is replayed, which gets its prediction as it gets the noise."""
+    made = eager_graphs()
+    for name, more in (("eager", ()), ("graph", ("--cuda_graph", "on"))):
+        argv = ["--distill.teacher", teacher, *more]
+        train_dit.main(arguments("dit", tmp_path / name, 6, 100, *argv))
+    assert made[-1].replays > 0
+    assert outcome(tmp_path / "eager") == outcome(tmp_path / "graph")
