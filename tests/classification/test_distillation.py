@@ -15,6 +15,7 @@ from moh_vision.classification.task import ClassificationTask, TokenAlignment
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.models.teachers import Teacher, WithProjector
 from tests.support.pictures import write_folder
+from tests.support.processes import on_two_ranks
 from tests.support.refusals import assert_says, refuse, refused
 from tests.support.small_runs import arguments, logged, outcome, results, whole_and_resumed
 
@@ -294,6 +295,25 @@ def test_a_run_learns_a_teachers_tokens_and_goes_on_to_the_bit(width, tmp_path):
     states = [load_file(file) for file in sorted(files)]
     assert states[0].keys() == {f"alignment.projector.{part}" for part in ("weight", "bias")}
     assert not any(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def on_a_rank(rank, folder, teacher):
+    argv = ["--distill.teacher", teacher, "--distill.token_loss_weight", "1"]
+    train_cls.main(arguments("cls", folder / "two", 3, 3, *argv))
+
+
+@pytest.mark.slow
+def test_two_processes_see_the_loss_of_one(tmp_path):
+    """With a projector, whose gradient they average too."""
+    sizes = dict(in_chans=1, num_classes=10, embed_dim=36)
+    teacher = saved(tmp_path / "t", [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], **sizes)
+    on_two_ranks(on_a_rank, tmp_path, teacher)
+    argv = ["--distill.teacher", teacher, "--distill.token_loss_weight", "1"]
+    train_cls.main(arguments("cls", tmp_path / "one", 3, 3, *argv))
+    for line, other in zip(logged(tmp_path / "one"), logged(tmp_path / "two"), strict=True):
+        for key in ("loss", "kd_loss", "token_loss"):
+            assert line[key] > 0
+            assert other[key] == pytest.approx(line[key], rel=1e-3)
 
 
 def test_the_source_of_a_run_is_its_teacher(tmp_path):

@@ -287,3 +287,28 @@ def test_steps_as_graphs_learn_the_same(teacher, tmp_path, eager_graphs):
         train_dit.main(arguments("dit", tmp_path / name, 6, 100, *argv))
     assert made[-1].replays > 0
     assert outcome(tmp_path / "eager") == outcome(tmp_path / "graph")
+
+
+def test_a_saved_pipeline_and_published_weights_teach(teacher, tmp_path, monkeypatch, run_command):
+    """Published weights name neither classes nor a VAE: their classes are taken in the order of the data."""
+    published = tmp_path / "published"
+    run = tmp_path / "run"
+    train_dit.main(converted(teacher, run, 1, "--optim.lr", "1e-9"))
+    assert run_command("publish", run, "--output", published).code == 0
+    said = []
+    model = create("dit_small_patch2", "diffusion", **dict(SIZES, num_heads=4))
+    by_pipeline = DiffusionTeacher(str(published), model, DIGITS, 0.1, None, said.append)
+    by_run = DiffusionTeacher(str(run), model, DIGITS, 0.1, None, said.append)
+    x, t, labels = torch.randn(2, 1, 8, 8), torch.tensor([10, 900]), torch.tensor([3, 10])
+    torch.testing.assert_close(by_pipeline(x, t, labels), by_run(x, t, labels))
+    assert by_pipeline.sha256 == by_run.sha256
+
+    def open_by_name(path, name):
+        assert path == name == "dit_xlarge_patch2.in1k_256"
+        return by_run.teacher, dict(label_drop=None, vae=None, classes=[], weights="its own")
+
+    monkeypatch.setattr("moh_vision.diffusion.teacher.open_model", open_by_name)
+    name = "dit_xlarge_patch2.in1k_256"
+    by_name = DiffusionTeacher(name, model, DIGITS, 0.1, None, said.append)
+    torch.testing.assert_close(by_name(x, t, labels), by_run(x, t, labels))
+    assert_says("\n".join(said), f"distill.teacher {name} 10 classes")
