@@ -29,8 +29,8 @@ class DiffusionTeacher(nn.Module):
 
     Args:
         source: a run, a checkpoint or file of it, the folder of a pipeline, or the name of published weights.
-        model: the model that learns. Both predict the same quantity: where divisors are bounded, an image that is
-            predicted and a velocity are no exact functions of each other (`moh_vision.models.prediction.to_velocity`).
+        model: the model that learns. Both predict the same quantity: `to_velocity` bounds its divisors, so that an image
+            and a velocity do not follow from each other exactly.
         classes: class names of the data, in order.
         label_drop: share of labels that are dropped.
         space: the VAE of the data's latents; None: pixels.

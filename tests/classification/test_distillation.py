@@ -316,11 +316,13 @@ def test_two_processes_see_the_loss_of_one(tmp_path):
             assert other[key] == pytest.approx(line[key], rel=1e-3)
 
 
-def test_the_source_of_a_run_is_its_teacher(tmp_path):
-    """A run, a folder of timm: with all heads its conversion says what it does, from the first step."""
-    train_cls.main(arguments("cls", tmp_path / "dense", 3, 3, "--model.router", "dense"))
+def test_the_source_of_a_run_is_its_teacher(tmp_path, run_command):
+    """A run, what was published of it, a folder of timm: a conversion with all heads says what it does, from the first step."""
+    dense = tmp_path / "dense"
+    train_cls.main(arguments("cls", dense, 3, 3, "--model.router", "dense"))
+    assert run_command("publish", dense, "--output", tmp_path / "published").code == 0
     saved(tmp_path / "timm", [0.5] * 3, [0.5] * 3, in_chans=1, num_classes=10)
-    for source in (tmp_path / "dense", tmp_path / "timm"):
+    for source in (dense, tmp_path / "published", tmp_path / "timm"):
         run = tmp_path / f"of_{source.name}"
         argv = "--data.root digits --data.workers 0 --optim.batch_size 8 --max-steps 1 --log-every 1 --calibrate-images 8"
         argv += " --model.name pretrained --model.convert.router moh --model.head_budget uniform:1 --optim.lr 1e-4"

@@ -214,6 +214,7 @@ COMMANDS = dict(
     dit=(
         (sample.main, "--checkpoint RUN --num-images 1 --out OUT.npz"),
         (main, "publish RUN --output OUT"),
+        (train_dit.main, "--config quickstart/dit --distill.teacher RUN --output OUT"),
     ),
     clm=((main, "publish RUN --output OUT"),),
 )
