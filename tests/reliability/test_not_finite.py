@@ -16,6 +16,7 @@ from moh_vision.classification import validate
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.io import TensorFiles, write_tensors
 from moh_vision.diffusion import sample
+from moh_vision.diffusion import train as train_dit
 from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer
 from tests.support.pictures import gradient
 from tests.support.refusals import assert_says, one_line, refused
