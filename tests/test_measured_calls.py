@@ -27,11 +27,18 @@ BFLOAT16 = ("--mixed_precision", "bf16")
 # Pictures of a training: in the last step, fewer of them in the last batch.
 PREVIEWS = ("--preview.every", "2", "--preview.images", "34", "--preview.steps", "2")
 AUTOGUIDED = (*PREVIEWS, "--preview.guide", "heads:0.25", "--preview.guide_scale", "1.5")
-# RUN: a classifier, whose features are compared.
+# CLASSIFIER, DIT: runs with other heads, whose features are compared or that teach.
 SCORES = (
     *("--score.every", "2", "--score.images", "70", "--score.steps", "2"),
-    *("--score.split", "val", "--score.extractor", "RUN"),
+    *("--score.split", "val", "--score.extractor", "CLASSIFIER"),
 )
+LOGITS = ("--distill.teacher", "CLASSIFIER")
+TOKENS = (*LOGITS, "--distill.token_loss_weight", "1")
+TOKENS_ALONE = (*TOKENS, "--distill.distill_loss_weight", "0")
+PREDICTIONS = ("--distill.teacher", "DIT")
+REPA = ("--repa.teacher", "CLASSIFIER", "--repa.block", "1")
+# Options of a run that teaches: its signature is another than the student's.
+TEACHERS = {"CLASSIFIER": ("cls", HALF), "DIT": ("dit", BY_TIMESTEP)}
 
 # Case -> small run and its options. A case of SLOW has its kinds of calls in another one too, together with more.
 TRAININGS = {
@@ -53,6 +60,12 @@ TRAININGS = {
     ),
     "diffusion, without EMA": ("dit", (*BY_TIMESTEP, *PREVIEWS, "--ema.decay", "0")),
     "diffusion, scores": ("dit", (*HALF, *SCORES)),
+    "images, a teacher's logits": ("cls", (*HALF, *PER_SAMPLE, *LOGITS, *BFLOAT16)),
+    "images, a teacher's tokens": ("cls", (*HALF, *PER_SAMPLE, *TOKENS)),
+    "images, a teacher's tokens alone": ("cls", (*HALF, *PER_SAMPLE, *TOKENS_ALONE)),
+    "diffusion, a teacher": ("dit", (*HALF, *PREDICTIONS)),
+    "diffusion, a teacher, bfloat16": ("dit", (*HALF, *PREDICTIONS, *BFLOAT16)),
+    "diffusion, REPA": ("dit", (*BY_TIMESTEP, *REPA)),
     "language model": ("clm", ()),
     "masked language model": ("mlm", ()),
 }
@@ -93,6 +106,9 @@ SLOW = {
     "diffusion, by timestep",
     "diffusion, bfloat16",
     "diffusion, autoguided",
+    "images, a teacher's logits",
+    "images, a teacher's tokens alone",
+    "diffusion, a teacher, bfloat16",
 }
 
 
@@ -100,13 +116,16 @@ SLOW = {
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in TRAININGS],
 )
-def test_of_a_training(case, measured, tmp_path, capsys):
+def test_of_a_training(case, measured, forget_precision, tmp_path, capsys):
     """Evaluations, previews and scores included."""
     name, options = TRAININGS[case]
-    if "RUN" in options:
-        classifier = train("cls", tmp_path / "classifier", *HALF)
-        options = [str(classifier) if option == "RUN" else option for option in options]
-        capsys.readouterr()
+    for word, (kind, of_teacher) in TEACHERS.items():
+        if word in options:
+            run = train(kind, tmp_path / word, *of_teacher)
+            options = [str(run) if option == word else option for option in options]
+    forget_precision()
+    capsys.readouterr()
+    measured.clear()
     train(name, tmp_path / "run", *options)
     assert "attention measured in " in capsys.readouterr().out
     assert measured == []

@@ -16,6 +16,7 @@ from moh_vision.data.latents import latents_path
 from moh_vision.data.shards import Shards
 from moh_vision.data.splits import open_source, open_splits
 from moh_vision.diffusion import sample
+from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.evaluation.accuracy import refuse_not_finite
 from moh_vision.models import dit
@@ -111,6 +112,18 @@ def predict(folder, patch):
     root = write_folder(folder / "data")
     (root / "val/cat/0.png").write_text("no image")
     command(["predict", f"{folder}/timm", f"{root}/val/cat", "--data.img_size", "8"])
+
+
+def taught(options, options_of_student):
+    """Return a function that trains a teacher with some options, and a student with others."""
+
+    def provoke(folder, patch):
+        teacher = folder / "teacher"
+        train_dit.main(arguments("dit", teacher, 1, 1, *options.split()))
+        student = ["--distill.teacher", teacher, *options_of_student.split()]
+        train_dit.main(arguments("dit", folder / "run", 1, 1, *student))
+
+    return provoke
 
 
 def changed_shard(folder, patch):
@@ -255,6 +268,10 @@ QUOTED = {
             saved_classifier,
             train("cls", "--data.img_size 12 --distill.teacher local-dir:{0}/timm"),
         ),
+        "distill.teacher ...: its ... is ..., that of the model is ...": taught(
+            "--label_drop 0.1", "--objective flow"
+        ),
+        "distill.teacher ... was trained with label_drop 0": taught("--label_drop 0", ""),
         "repa.teacher ... needs images: ... holds stored latents": stored_latents_for_a_teacher,
         "; --model ... fits": weights_of_another_budget,
         "... of ... tensors hold NaN or infinity": load(hold_nan),

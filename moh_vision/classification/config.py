@@ -7,6 +7,7 @@ from moh_vision.classification.labels import Labels
 from moh_vision.engine.config import (
     TRAINS,
     DataConfig,
+    DistillConfig,
     ImageRunConfig,
     ImagesConfig,
     ModelConfig,
@@ -98,18 +99,19 @@ class MixConfig(Section, section="mix", needs=".prob"):
 
 
 @dataclass
-class DistillConfig(Section, section="distill", needs=".teacher"):
-    """Distillation (Hinton 2015) from a frozen classifier; names and defaults of timm's `LogitDistillationTask`."""
+class ClsDistillConfig(DistillConfig):
+    """Distillation of a classifier: of its logits (Hinton 2015) and of its last tokens (Sanh 2019)."""
 
-    teacher: str | None = key(None)
-    """A model of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a classification run, of the same
-    classes in the same order."""
-    task_loss_weight: float = key(1.0, ge=0)
-    """Weight of the cross-entropy with the labels."""
-    distill_loss_weight: float = key(1.0, gt=0)
-    """Weight of the divergence from the teacher's softmax."""
-    temperature: float = key(1.0, gt=0)
+    temperature: float = key(1.0, gt=0, needs=".distill_loss_weight")
     """Temperature of both softmaxes, the teacher's and the model's."""
+    token_loss_weight: float = key(0.0, ge=0)
+    """Weight of one minus the mean cosine similarity of the last layer's patch tokens with the teacher's; 0: none. Tokens of
+    another width are reached by a linear projector, which learns with the model. With distill_loss_weight 0 the teacher's
+    classes do not count."""
+
+    @property
+    def teacher_weights(self) -> dict[str, float]:
+        return dict(super().teacher_weights, token_loss_weight=self.token_loss_weight)
 
 
 @dataclass
@@ -154,7 +156,7 @@ class ClsConfig(ImageRunConfig):
     data: ClsDataConfig = field(default_factory=ClsDataConfig)
     optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
     mix: MixConfig = field(default_factory=MixConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
+    distill: ClsDistillConfig = field(default_factory=ClsDistillConfig)
 
     def agree(self) -> None:
         super().agree()

@@ -7,14 +7,16 @@ The same command resumes the run; --help prints every key.
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 
-from moh_vision.classification.config import ClsConfig
+from moh_vision.attention.measure import as_it_was
+from moh_vision.classification.config import ClsConfig, ClsDistillConfig
 from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate
-from moh_vision.classification.task import ClassificationTask
+from moh_vision.classification.task import ClassificationTask, TokenAlignment
 from moh_vision.common.errors import BadData, message_of
 from moh_vision.common.io import write_whole
 from moh_vision.common.wings import CLASSIFICATION
@@ -54,16 +56,18 @@ from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
-from moh_vision.models.teachers import Teacher
+from moh_vision.models.teachers import Teacher, WithProjector, called
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
     """Open the teacher of distill.teacher; make it take the images of `model` and give the classes of `val`."""
     channels = val.channels
-    name = config.distill.teacher
+    name = config.teacher_source
     mean = model.pretrained_cfg["mean"][:channels]
     std = model.pretrained_cfg["std"][:channels]
     teacher = Teacher("distill.teacher", name, mean, std)
+    if not config.distill.distill_loss_weight:
+        return teacher  # of tokens alone, whatever its classes
     named = f"data.root {config.data.root}"
     if teacher.classes:
         refuse_other_classes(teacher.classes, teacher.name, val.classes, named)
@@ -75,6 +79,41 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     if teacher_classes != val.classes:
         teacher.order = indices_of(val.classes, within=teacher_classes)
     return teacher
+
+
+def open_alignment(
+    weight: float, model: nn.Module, teacher: Teacher, channels: int, img_size: int
+) -> TokenAlignment:
+    """Return the `TokenAlignment` of a model with its teacher; refuse a teacher of another number of tokens.
+
+    Args:
+        weight: distill.token_loss_weight.
+        model: the classifier.
+        teacher: the teacher, which from here on gives tokens.
+        channels, img_size: of the images.
+    """
+    dropped = getattr(getattr(model, "patch_drop", None), "prob", 0)
+    if dropped:
+        raise ValueError(
+            f"distill.token_loss_weight {weight:g}: patch_drop_rate {dropped:g} leaves tokens out, whose teacher's would have "
+            "no partner"
+        )
+    tokens: list[Tensor] = []
+    with as_it_was(model), torch.no_grad():
+        model.eval().forward_routed(torch.zeros(1, channels, img_size, img_size), tokens=tokens)
+    _, patches, width = tokens[0].shape
+    teacher_width = teacher.check_tokens((channels, img_size, img_size), patches)
+    return TokenAlignment(weight, width, teacher_width)
+
+
+def targets_of(teacher: Teacher, distill: ClsDistillConfig, images: Tensor) -> dict[str, Tensor]:
+    """Return what a teacher says of images [B, C, h, w], as arguments of `ClassificationTask.forward`."""
+    if not distill.token_loss_weight:
+        return dict(teacher_logits=teacher(images))  # [B, classes]
+    if not distill.distill_loss_weight:
+        return dict(teacher_tokens=teacher.tokens(images))  # [B, N, teacher_width]
+    logits, tokens = teacher.logits_and_tokens(images)
+    return dict(teacher_logits=logits, teacher_tokens=tokens)
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -119,7 +158,19 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     img_size = model_setup.arguments["img_size"]
-    descent = BlockDescent(accelerator, model, config.compile, config.block_descent)
+    teacher = None
+    alignment = None
+    trained = model
+    frozen = {}
+    token_weight = config.distill.token_loss_weight
+    if config.teacher_source:
+        with accelerator.main_process_first():
+            teacher = open_teacher(config, model, val, img_size)
+        frozen["distill.teacher"] = (config.teacher_source, teacher.sha256)
+    if teacher and token_weight:
+        alignment = open_alignment(token_weight, model, teacher, source.channels, img_size)
+        trained = WithProjector(model, alignment)
+    descent = BlockDescent(accelerator, trained, config.compile, config.block_descent)
     sampler = PositionSampler(
         source.shard_sizes,
         group=data.shuffle_shards,
@@ -135,12 +186,6 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         calibration = LabelledImages(source, val_to_tensor, config.seed)
         calibration_batches = evaluation_loader(calibration, slices, workers=0)
         share_strongest_heads(model, (batch["images"] for batch in calibration_batches))
-    teacher = None
-    frozen = {}
-    if config.distill.teacher:
-        with accelerator.main_process_first():
-            teacher = open_teacher(config, model, val, img_size)
-        frozen["distill.teacher"] = (config.distill.teacher, teacher.sha256)
 
     # ---------------------------------------------------------------- open the folder, which is first written here
     records = [record, FrozenRecord(config.allow_change, frozen)]
@@ -157,6 +202,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         config.balance_weight,
         config.label_smoothing,
         config.distill,
+        alignment,
         **config.moa_weights(),
     )
     if teacher:
@@ -172,9 +218,21 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
         batch["images"] = batch["images"].to(memory_format=memory_format)
         if teacher:
+            times = loop.log.times
+            times.mark("data")
             with accelerator.autocast():
-                batch["teacher_logits"] = teacher(batch["images"])  # [B, classes]
+                batch |= targets_of(teacher, config.distill, batch["images"])
+            times.mark("teacher")
         return batch
+
+    def passes_of_teacher(_) -> list[tuple]:
+        """Return [(teacher, function that calls it as for a micro-batch)], for `TrainingLoop.passes_beside`."""
+        if not teacher:
+            return []
+        shape = (setup.micro_batch, source.channels, img_size, img_size)
+        zeros = torch.zeros(shape, device=accelerator.device)
+        call = partial(targets_of, teacher, config.distill)
+        return [(teacher, partial(called, accelerator.autocast, call, zeros))]
 
     mixing = None
     if config.mix.on:
@@ -187,7 +245,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         folder,
         descent,
         task,
-        make_optimizer(model, config.optim),
+        make_optimizer(trained, config.optim),
         metadata,
         title="classification",
         schedule=schedule,
@@ -195,6 +253,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         elastic=model_setup.elastic,
         best=best,
         unreadable=unreadable,
+        passes_beside=[passes_of_teacher],
     ) as loop:
         evaluation = Evaluation(
             loop, LabelledImages(val, val_to_tensor, seed=0, replace_unreadable=False)

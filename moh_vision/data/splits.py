@@ -186,8 +186,10 @@ def match_classes(expected: list[str], owner: str, val: ImageSource, named: str)
     val.classes = list(expected)
 
 
-def refuse_other_classes(expected: list[str], owner: str, classes: list[str], named: str) -> None:
-    """Raise ValueError, naming a class, unless `classes` (of val) are those `expected` (of `owner`).
+def refuse_other_classes(
+    expected: list[str], owner: str, classes: list[str], named: str, holder: str = "val"
+) -> None:
+    """Raise ValueError, naming a class, unless `classes` (of `holder`) are those `expected` (of `owner`).
 
     Their order may differ if each name occurs once.
     """
@@ -198,13 +200,13 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
     if not odd and all_once:
         return
     if odd:
-        only_in = owner if odd[0] in expected else "val"
+        only_in = owner if odd[0] in expected else holder
         problem = f"class {odd[0]!r} is only in {only_in}"
     else:
         twice = next(name for name in classes if max(expected.count(name), classes.count(name)) > 1)
         problem = f"two classes are called {twice!r}"
     raise ValueError(
-        f"{named}: {len(expected)} classes in {owner}, {len(classes)} in val; {problem}"
+        f"{named}: {len(expected)} classes in {owner}, {len(classes)} in {holder}; {problem}"
     )
 
 

@@ -12,7 +12,13 @@ from moh_vision.common.io import run_of
 from moh_vision.common.wings import DIFFUSION
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
+from moh_vision.diffusion.latents.vae import (
+    LatentSpace,
+    fit_vae,
+    load_vae,
+    sha256_of,
+    vae_fingerprint,
+)
 from moh_vision.diffusion.sampling import Guidance, weak_predict
 from moh_vision.diffusion.schedulers import sampler_for
 from moh_vision.engine.ranks import say
@@ -186,15 +192,6 @@ def open_guide(key: str, guide: str | None, model: nn.Module, vae) -> nn.Module 
         refuse_missing(key, guide)
         opened, metadata = open_model(find_weights(guide, wing=DIFFUSION.name, key=key))
         opened.to(next(model.parameters()).device)
-        must_agree = [("VAE", _sha256(metadata["vae"]), _sha256(vae))]
+        must_agree = [("VAE", sha256_of(metadata["vae"]), sha256_of(vae))]
     weak_predict(model, opened, f"{key} {guide}", must_agree)  # called for its checks alone
     return opened
-
-
-def _sha256(vae) -> str | None:
-    """Return the hash of a VAE that is given as a module, as the dict of a `LatentSpace`, or as None."""
-    if vae is None:
-        return None
-    if isinstance(vae, nn.Module):
-        return vae_fingerprint(vae)
-    return vae["sha256"]

@@ -164,13 +164,7 @@ def weak_predict(
         else:
             weak = guide
             budgets = model_budgets(weak)
-        keys = ("in_channels", "sample_size", "num_classes")
-        compared = [(key, weak.config[key], model.config[key]) for key in keys]
-        for key in ("path", "output", "noise_scale"):
-            compared.append((key, getattr(weak.prediction, key), getattr(model.prediction, key)))
-        for key, found, needed in [*compared, *must_agree]:
-            if found != needed:
-                raise ValueError(f"its {key} is {found}, that of the model to guide is {needed}")
+        refuse_other_inputs(weak, model, "model to guide", "output", must_agree)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -179,6 +173,26 @@ def weak_predict(
             return call(weak, x, t, labels)
 
     return predict
+
+
+def refuse_other_inputs(
+    other: nn.Module, model: nn.Module, role: str, quantity: str, must_agree: Iterable[tuple] = ()
+) -> None:
+    """Raise ValueError unless two models predict the same quantity at the same noisy images, timesteps and classes.
+
+    Args:
+        other, model: the models.
+        role: what messages call `model`.
+        quantity: "output", what samplers see, or "predict", what the network itself predicts.
+        must_agree: (name, value of `other`, value of `model`) for further values that must be equal.
+    """
+    keys = ("in_channels", "sample_size", "num_classes")
+    compared = [(key, other.config[key], model.config[key]) for key in keys]
+    for key in ("path", quantity, "noise_scale"):
+        compared.append((key, getattr(other.prediction, key), getattr(model.prediction, key)))
+    for key, found, needed in [*compared, *must_agree]:
+        if found != needed:
+            raise ValueError(f"its {key} is {found}, that of the {role} is {needed}")
 
 
 def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:

@@ -4,6 +4,9 @@ Where only the package is installed: accelerate launch -m moh_vision.diffusion.t
 The same command resumes the run; --help prints every key.
 """
 
+from functools import partial
+
+import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
@@ -20,6 +23,7 @@ from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import Alignment, DiffusionTask
+from moh_vision.diffusion.teacher import DiffusionTeacher
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
@@ -32,7 +36,7 @@ from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.prediction import FROM_NOISE, LINEAR, Prediction
 from moh_vision.models.pretrained import name_and_arguments
 from moh_vision.models.set_up import check_memory, set_up_model
-from moh_vision.models.teachers import Teacher
+from moh_vision.models.teachers import Teacher, WithProjector, called
 
 
 def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
@@ -85,15 +89,19 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
-    teacher = None
+    encoder = None  # of clean images, for REPA
     alignment = None
+    trained = model
     if config.repa.teacher:
         with accelerator.main_process_first():
-            teacher, alignment = open_teacher(config, model, inputs)
-    # REPA's projector is trained with the model. Checkpoints contain it, files of weights do not.
-    trained = model
-    if alignment:
-        trained = nn.ModuleList([model, alignment])
+            encoder, alignment = open_encoder(config, model, inputs)
+        trained = WithProjector(model, alignment)
+    teacher = None  # of predictions
+    if config.teacher_source:
+        with accelerator.main_process_first():
+            teacher = DiffusionTeacher(
+                config.teacher_source, model, classes, config.label_drop, inputs.space, say
+            )
     descent = BlockDescent(accelerator, trained, config.compile, config.block_descent)
 
     # ---------------------------------------------------------------- previews, order, calibration
@@ -111,8 +119,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         )
         share_strongest_heads(model, calibration)
     frozen = {}
+    if encoder:
+        frozen["repa.teacher"] = (config.repa.teacher, encoder.sha256)
     if teacher:
-        frozen["repa.teacher"] = (config.repa.teacher, teacher.sha256)
+        frozen["distill.teacher"] = (config.teacher_source, teacher.sha256)
     if inputs.space:
         frozen["vae"] = (inputs.space.name, inputs.space.sha256)
     data_record = DataRecord(root, config.allow_change, train=source)
@@ -126,10 +136,18 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         return
 
     # ---------------------------------------------------------------- task and optimiser
-    task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())
+    task = DiffusionTask(
+        model,
+        config.balance_weight,
+        objective,
+        alignment,
+        config.distill,
+        **config.moa_weights(),
+    )
     optimizer = make_optimizer(trained, config.optim)
-    if teacher:
-        teacher = teacher.to(accelerator.device)
+    for frozen_model in (encoder, teacher):
+        if frozen_model:
+            frozen_model.to(accelerator.device)
     vae = None
     if inputs.space:
         vae = vars(inputs.space)
@@ -142,13 +160,39 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
-        """Move a batch to the device, add the teacher's tokens, and encode images if there is a VAE."""
+        """Move a batch to the device, encode images if there is a VAE, and add what the frozen models say of them."""
+        times = loop.log.times
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
+        images = batch["images"]
+        batch = inputs.encode(batch, accelerator.autocast())
+        if not (encoder or teacher):
+            return batch
+        times.mark("data")
         targets = {}
+        with accelerator.autocast():
+            if encoder:
+                targets["teacher_tokens"] = encoder.tokens(images)  # [B, N, D]
+            if teacher:
+                noised = (batch[name] for name in ("images", "noise", "timesteps"))
+                xt = objective.add_noise(*noised)
+                targets["teacher_output"] = teacher(xt, batch["timesteps"], batch["labels"])
+        times.mark("teacher")
+        return batch | targets
+
+    def passes_of_frozen(_) -> list[tuple]:
+        """Return [(frozen model, function that calls it as for a micro-batch)], for `TrainingLoop.passes_beside`."""
+        zeros = partial(torch.zeros, device=accelerator.device)
+        count = setup.micro_batch
+        passes = []
+        if encoder:
+            clean = zeros(count, inputs.colours, encoder.size, encoder.size)
+            passes.append((encoder, partial(called, accelerator.autocast, encoder.tokens, clean)))
         if teacher:
-            with accelerator.autocast():
-                targets["teacher_tokens"] = teacher.tokens(batch["images"])  # [B, N, D]
-        return inputs.encode(batch, accelerator.autocast()) | targets
+            xt = zeros(count, inputs.channels, inputs.img_size, inputs.img_size)
+            numbers = zeros(count, dtype=torch.long)  # timesteps and labels
+            predict = partial(called, accelerator.autocast, teacher, xt, numbers, numbers)
+            passes.append((teacher, predict))
+        return passes
 
     images = inputs.dataset(config.seed, objective.draw, config.label_drop)
     with start_loop(
@@ -164,7 +208,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         ema=config.ema,
         elastic=model_setup.elastic,
         unreadable=unreadable,
-        drawings=[drawn.passes for drawn in drawings if 0 < drawn.config.every <= span.stop],
+        passes_beside=[
+            passes_of_frozen,
+            *(drawn.passes for drawn in drawings if 0 < drawn.config.every <= span.stop),
+        ],
     ) as loop:
         loader = training_loader(
             images, sampler, data_config.workers, unreadable, prepare=on_device
@@ -187,7 +234,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
                     drawn.draw(drawn_model, loop)
 
 
-def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
+def open_encoder(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
     """Open the teacher of `repa.teacher`, set to one patch per token of `model`; also return the `Alignment`."""
     repa = config.repa
     depth = len(model.blocks)

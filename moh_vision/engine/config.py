@@ -13,6 +13,7 @@ from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
 HeadBudgets = float | str | list[tuple[int, int]]  # see ModelConfig
 MAX_SEED = 2**63 - 1
+SOURCE = "source"  # of distill.teacher: the model that the run starts from
 TRAINS = "train_only!=gates"  # need of keys that have no effect if only gates learn
 
 # Settings in attention.json, see `AttentionRecord`. They are not keys, but --allow-change takes their names.
@@ -177,6 +178,33 @@ class EmaConfig(Section, section="ema"):
     is too short for it. A classifier is scored with the better of the EMA and the last weights."""
     warmup: bool = key(False, needs=".decay")
     """Let the decay grow as 1 - (1 + step) ** (-2 / 3) until it reaches `decay`, for short runs."""
+
+
+@dataclass
+class DistillConfig(Section, section="distill", needs=".teacher"):
+    """Distillation from a frozen teacher. The weights have the names and defaults of timm's `LogitDistillationTask`."""
+
+    teacher: str | None = key(None)
+    """"source": the model that the run starts from, model.pretrained or init_from; or another run of the same data. A
+    classifier's may be a model of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), a diffusion model's a pipeline's
+    folder or the NAME of published weights."""
+    task_loss_weight: float = key(1.0, ge=0)
+    """Weight of the loss that a run without a teacher has: of a classifier the cross-entropy, of a diffusion model its
+    objective's. The loss of a learnt variance keeps weight 1."""
+    distill_loss_weight: float = key(1.0, ge=0)
+    """Weight of the distance from the teacher's prediction: of softmaxes (Hinton 2015), or of what a diffusion model
+    predicts (Kim 2023)."""
+
+    def agree(self) -> None:
+        weights = self.teacher_weights
+        if self.teacher and not any(weights.values()):
+            keys = " and ".join(f"{self.section}.{name} 0" for name in weights)
+            raise ValueError(f"distill.teacher {self.teacher} has no effect with {keys}")
+
+    @property
+    def teacher_weights(self) -> dict[str, float]:
+        """The weights of the losses that need the teacher, by key."""
+        return dict(distill_loss_weight=self.distill_loss_weight)
 
 
 @dataclass
@@ -361,11 +389,23 @@ class ImageRunConfig(RunConfig):
     """Number of training images that judge the heads of a dense model, and the hidden channels of its MLPs if they are routed,
     so that the strongest ones of each layer become the shared ones and the first to run; 0: those that come first."""
     ema: EmaConfig = field(default_factory=EmaConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def agree(self) -> None:
         super().agree()
         if self.init_from and self.model.pretrained:
             raise ValueError("init_from and model.pretrained both bring weights: give one")
+        if self.distill.teacher == SOURCE and not self.teacher_source:
+            raise ValueError(
+                f"distill.teacher {SOURCE} is the model that the run starts from: it needs model.pretrained or init_from"
+            )
+
+    @property
+    def teacher_source(self) -> str | None:
+        """The model that distill.teacher stands for, a name or a path; None: no teacher."""
+        if self.distill.teacher == SOURCE:
+            return self.model.pretrained or self.init_from
+        return self.distill.teacher
 
     def settle_steps(self, images: int) -> tuple[int, str]:
         """Replace max_steps "auto" by the number for so many training images.

@@ -184,6 +184,8 @@ def table(costs: list[Cost], steps: int, unit: str, device: torch.device, dtype:
         rows.append(("", f"{rate / processes:,.0f} {unit}/s", "each process"))
     rows.append(("step", f"{1000 * step:,.1f} ms", "100 %"))
     for part, name in PARTS.items():
+        if part not in costs[0].pace.parts:
+            continue
         seconds = mean(cost.pace.parts[part] for cost in costs)
         rows.append((f"  {name}", f"{1000 * seconds:,.1f} ms", f"{100 * seconds / step:.0f} %"))
     memory = max(cost.memory for cost in costs)

@@ -55,7 +55,7 @@ def start_loop(  # noqa: PLR0913
     elastic=None,
     best: Best | None = None,
     unreadable=None,
-    drawings: Sequence[Callable] = (),
+    passes_beside: Sequence[Callable] = (),
     **log_options,
 ) -> TrainingLoop:
     """Wrap the task, restore the checkpoint that the run resumes from, open the log; return the training loop.
@@ -72,7 +72,7 @@ def start_loop(  # noqa: PLR0913
         elastic: an `ElasticBudget`, or None.
         best: keeps the best validation score; None: validations are not compared.
         unreadable: a `BadSamples`, or None.
-        drawings: see `TrainingLoop`.
+        passes_beside: see `TrainingLoop`.
         log_options: see `RunLog`.
     """
     config = setup.config
@@ -129,7 +129,7 @@ def start_loop(  # noqa: PLR0913
         best=best,
         unreadable=unreadable,
         passes=passes,
-        drawings=drawings,
+        passes_beside=passes_beside,
     )
 
 

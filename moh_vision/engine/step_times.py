@@ -1,4 +1,4 @@
-"""Measure where the time of a step goes: to data, to forward and backward, and to the optimiser."""
+"""Measure where the time of a step goes: to data, a teacher, forward and backward, and the optimiser."""
 
 import time
 from itertools import pairwise
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-# Part of a step -> what the log calls it.
-PARTS = dict(data="data", compute="forward and backward", optimiser="optimiser")
+# Part of a step -> what the log calls it. Only runs that learn from a teacher have its part.
+PARTS = dict(data="data", teacher="teacher", compute="forward and backward", optimiser="optimiser")
 CPU = torch.device("cpu")
 
 
@@ -17,7 +17,7 @@ class Pace(NamedTuple):
     Attributes:
         rate: images or tokens per second, over all processes.
         step: seconds of a step.
-        parts: seconds of a step by part, a key of PARTS.
+        parts: seconds of a step by part, a key of PARTS; a part that no step has is not there.
     """
 
     rate: float
@@ -33,6 +33,7 @@ class Pace(NamedTuple):
         parts = [
             f"{name} {1000 * self.parts[part]:.1f} ms ({self.share(part):.0f} %)"
             for part, name in PARTS.items()
+            if part in self.parts
         ]
         return f"{self.rate:.0f} {unit}/s, {1000 * self.step:.1f} ms a step: {', '.join(parts)}"
 
@@ -62,7 +63,7 @@ class StepTimes:
         """Forget all steps; the next one begins now."""
         self.steps = 0
         self.count = 0
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds: dict[str, float] = {}
         self.last_step: list[tuple] = []  # marks that are not added up yet: of the last whole step,
         self.marks: list[tuple] = []  # and of the step that runs
         if self.on:
@@ -103,6 +104,7 @@ class StepTimes:
     def _add(self, marks: list[tuple]) -> None:
         for (_, begin), (part, end) in pairwise(marks):
             if self.on_gpu:
-                self.seconds[part] += begin.elapsed_time(end) / 1000
+                seconds = begin.elapsed_time(end) / 1000
             else:
-                self.seconds[part] += end - begin
+                seconds = end - begin
+            self.seconds[part] = self.seconds.get(part, 0.0) + seconds

@@ -72,7 +72,8 @@ class TrainingLoop:
         best: keeps the best validation score, or None.
         unreadable: the `BadSamples` of the data, or None.
         passes: does forward, losses and backward of micro-batches; None: eagerly.
-        drawings: for forwards that the run makes beside its losses, whose attention is measured too: functions of the model
+        passes_beside: for forwards that the run makes beside its losses, such as those of a teacher or of previews, whose
+            attention is measured too: functions of the model
             that evaluates, each of which returns [(all models of such a forward, a function that makes it)].
 
     Attributes:
@@ -100,7 +101,7 @@ class TrainingLoop:
     best: Best | None = None
     unreadable: object | None = None
     passes: EagerPasses | None = None
-    drawings: Sequence[Callable] = ()
+    passes_beside: Sequence[Callable] = ()
 
     done: int = field(init=False)
     losses: list[dict] = field(init=False, default_factory=list)
@@ -463,7 +464,7 @@ class TrainingLoop:
                         uncompiled=uncompiled,
                         batch=eval_size / size,
                     )
-                for drawing in self.drawings:
-                    for models, forward in drawing(self.ema.module if self.ema else self.model):
+                for passes in self.passes_beside:
+                    for models, forward in passes(self.ema.module if self.ema else self.model):
                         collect(calls, models, forward, training=False)
         return seconds

@@ -51,10 +51,15 @@ class MoHEva(RoutedViT, Eva):
         super().init_weights(needs_reset)
         init_routers(self)
 
-    def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
+    def forward_routed(
+        self, x: Tensor, tokens: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer.
+
+        tokens: see `MoHVisionTransformer.forward_routed`.
+        """
         x, rope = self._pos_embed(self.patch_embed(x))
-        return self.run_blocks(self.norm_pre(x), rope)
+        return self.run_blocks(self.norm_pre(x), rope, tokens=tokens)
 
 
 def rotary_of_all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,11 @@
-"""Frozen models that a run learns from."""
+"""Frozen models that a run learns from, and what is trained beside the model to reach them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from timm.models import group_parameters
 from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +24,7 @@ class Teacher(nn.Module):
 
     Args:
         key: configuration key, for messages.
-        source: a timm model with pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
+        source: a timm model with pretrained weights (NAME, hf-hub:OWNER/NAME, local-dir:FOLDER or FOLDER), or a
             classification run. A teacher of RGB images sees grey ones as RGB images of three equal channels.
         mean, std: normalisation of the images, per channel.
 
@@ -62,7 +65,10 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """images [B, C, h, w] -> logits [B, classes]."""
-        logits = self.teacher(self.normalised(images))
+        return self._in_order(self.teacher(self.normalised(images)))
+
+    def _in_order(self, logits: Tensor) -> Tensor:
+        """Put logits [B, classes] into the order of the data's classes."""
         if self.order is None:
             return logits
         return logits[:, self.order]
@@ -109,6 +115,81 @@ class Teacher(nn.Module):
         model = self.teacher.model
         features = model.forward_intermediates(images, **options)[0]  # [B, width, g, g]
         return features.flatten(2).transpose(1, 2)
+
+    @torch.no_grad()
+    def logits_and_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """images [B, C, h, w] -> what `forward` and `tokens` return, [B, classes] and [B, N, width], by one forward."""
+        model = self.teacher.model
+        images = self.normalised(images)
+        last, (features,) = model.forward_intermediates(images, indices=1, norm=True)
+        return self._in_order(model.forward_head(last)), features.flatten(2).transpose(1, 2)
+
+    def check_tokens(self, shape: Sequence[int], patches: int) -> int:
+        """Return the width of `tokens`; raise ValueError unless images of shape [C, h, w] give this many."""
+        self.size = shape[-1]
+        images = torch.zeros(1, *shape)
+        try:
+            logits, tokens = self.logits_and_tokens(images)
+            same = torch.allclose(logits, self(images), atol=1e-4)
+        except Exception as error:  # models fail in many ways
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise ValueError(
+                f"{self.name} gives no tokens of images of {list(shape)}: {reason}"
+            ) from None
+        if not same:
+            raise ValueError(f"{self.name} gives other logits where its tokens are asked for too")
+        if tokens.shape[1] != patches:
+            raise ValueError(
+                f"{self.name} gives {tokens.shape[1]} tokens of images of {list(shape)}, the model {patches}"
+            )
+        return tokens.shape[-1]
+
+
+def called(autocast: Callable[[], AbstractContextManager], call: Callable, *inputs: Tensor) -> Any:
+    """Return `call(*inputs)` under autocast, as a run calls its frozen models."""
+    with autocast():
+        return call(*inputs)
+
+
+def one_minus_cosine(tokens: Tensor, teacher_tokens: Tensor) -> Tensor:
+    """Return one minus the mean cosine similarity of tokens [B, N, width] with a teacher's.
+
+    The loss of REPA (Yu 2024), plus one, and of DistilBERT's hidden states (Sanh 2019, L_cos).
+    """
+    # In float32, because the squares could overflow in fp16.
+    return 1 - F.cosine_similarity(tokens.float(), teacher_tokens.float(), dim=-1).mean()
+
+
+class WithProjector(nn.Module):
+    """A model, and the projector that is trained with it: what the optimiser of a run with a teacher sees.
+
+    Checkpoints contain the projector, files of weights do not.
+
+    Args:
+        model: the model.
+        projector: a module whose output is compared with a teacher's features.
+    """
+
+    def __init__(self, model: nn.Module, projector: nn.Module):
+        super().__init__()
+        self.model = model
+        self.projector = projector
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the model's parameters without weight decay, as timm asks a model."""
+        if not hasattr(self.model, "no_weight_decay"):
+            return set()
+        return {f"model.{name}" for name in self.model.no_weight_decay()}
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Return a function from a parameter's name to its layer, as timm asks a model: the projector is of the last one."""
+        layers = group_parameters(self.model, self.model.group_matcher(coarse), reverse=True)
+        last = max(layers.values())
+
+        def layer_of(name: str) -> int:
+            return layers.get(name.removeprefix("model."), last)
+
+        return layer_of
 
 
 def _channels_of(model: nn.Module) -> int:

@@ -489,11 +489,18 @@ class TransNeXt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
+    def forward_routed(
+        self, x: Tensor, tokens: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer.
+
+        tokens: a list to which the last stage's tokens [B, N, C] are appended, or None.
+        """
         stats: list[RoutingStats] = []
         for stage in self.stages:
             x = stage(x, stats)
+        if tokens is not None:
+            tokens.append(x.flatten(2).transpose(1, 2))
         return self.forward_head(x), stats
 
 

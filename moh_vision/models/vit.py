@@ -130,10 +130,14 @@ class RoutedViT:
             state_dict = zero_missing_routers(state_dict, self)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def run_blocks(self, x: Tensor, *block_args) -> tuple[Tensor, list[RoutingStats]]:
+    def run_blocks(
+        self, x: Tensor, *block_args, tokens: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[RoutingStats]]:
         """Run blocks and classifier: tokens [B, N, C] -> logits [B, num_classes] and statistics of every layer.
 
-        block_args: further arguments of every block.
+        Args:
+            block_args: further arguments of every block.
+            tokens: see `MoHVisionTransformer.forward_routed`.
         """
         stats: list[RoutingStats] = []
         checkpoint_fn = None
@@ -141,7 +145,10 @@ class RoutedViT:
             checkpoint_fn = partial(checkpoint, use_reentrant=False)
         for block in self.blocks:
             x = run_block(block, x, *block_args, stats=stats, checkpoint=checkpoint_fn)
-        return self.forward_head(self.norm(x)), stats
+        x = self.norm(x)
+        if tokens is not None:
+            tokens.append(x[:, self.num_prefix_tokens :])
+        return self.forward_head(x), stats
 
 
 class MoHVisionTransformer(RoutedViT, VisionTransformer):
@@ -249,10 +256,15 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         if self.pos_embed is not None and self.pos_embed_std != 0.02:
             nn.init.trunc_normal_(self.pos_embed, std=self.pos_embed_std)
 
-    def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
+    def forward_routed(
+        self, x: Tensor, tokens: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer.
+
+        tokens: a list to which the patches' tokens [B, N, C] after the final norm are appended, or None.
+        """
         x = self._pos_embed(self.patch_embed(x))  # [B, N, C]
-        return self.run_blocks(self.norm_pre(self.patch_drop(x)))
+        return self.run_blocks(self.norm_pre(self.patch_drop(x)), tokens=tokens)
 
 
 def check_image_size(img_size, patch_size) -> None:

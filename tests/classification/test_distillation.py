@@ -1,17 +1,23 @@
-"""Distillation: the loss of timm's task, runs with a teacher, teachers that do not fit."""
+"""Distillation: the loss of timm's task, tokens, runs with a teacher, teachers that do not fit."""
+
+import json
 
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 from timm.task import LogitDistillationTask
 
+import moh_vision
 from moh_vision.classification import train as train_cls
-from moh_vision.classification.config import DistillConfig
-from moh_vision.classification.task import ClassificationTask
-from moh_vision.models.teachers import Teacher
+from moh_vision.classification.config import ClsDistillConfig, ClsOptimConfig
+from moh_vision.classification.task import ClassificationTask, TokenAlignment
+from moh_vision.engine.optimizers import make_optimizer
+from moh_vision.models.teachers import Teacher, WithProjector
 from tests.support.pictures import write_folder
+from tests.support.processes import on_two_ranks
 from tests.support.refusals import assert_says, refuse, refused
-from tests.support.small_runs import arguments, logged, results, whole_and_resumed
+from tests.support.small_runs import arguments, logged, outcome, results, whole_and_resumed
 
 VIT = dict(img_size=8, patch_size=2, embed_dim=24, depth=2, num_heads=3)
 
@@ -19,13 +25,13 @@ VIT = dict(img_size=8, patch_size=2, embed_dim=24, depth=2, num_heads=3)
 def saved(folder, mean, std, names=None, seed=1, **sizes):
     """A teacher as timm saves it, which leans to class 3."""
     torch.manual_seed(seed)
-    model = timm.create_model("vit_tiny_patch16_224", **VIT, **sizes)
+    model = timm.create_model("vit_tiny_patch16_224", **{**VIT, **sizes})
     with torch.no_grad():
         model.head.weight.normal_(std=0.3)
         model.head.bias[min(3, model.num_classes - 1)] = 4
     model.pretrained_cfg.update(mean=mean, std=std)
     timm.models.save_for_hf(
-        model, folder, model_config=dict(label_names=names), model_args=dict(VIT, **sizes)
+        model, folder, model_config=dict(label_names=names), model_args={**VIT, **sizes}
     )
     return f"local-dir:{folder}"
 
@@ -55,7 +61,7 @@ def test_the_loss_and_its_gradient_are_timms(tmp_path):
         **weights,
     ).train()
     theirs = timms(images, labels)
-    task = ClassificationTask(student, 0.0, distill=DistillConfig("t", **weights))
+    task = ClassificationTask(student, 0.0, distill=ClsDistillConfig("t", **weights))
     ours = task(images, labels, teacher(images))
     assert ours["kd_loss"] > 0.1 and len(ours["head_runs"]) == 2
     for name, of in (("kd_loss", "kd_loss"), ("task_loss", "loss"), ("loss", "loss")):
@@ -167,3 +173,204 @@ def test_a_teacher_of_colours_sees_a_grey_image_as_three_equal_channels(kind, tm
 def test_a_teacher_of_grey_images_takes_no_colours(grey):
     teacher = Teacher("distill.teacher", grey, [0.5] * 3, [0.5] * 3)
     refuse(f"distill.teacher {grey} images [3, 8, 8] 1", teacher.check_logits, (3, 8, 8), 10)
+
+
+# ---------------------------------------------------------------- tokens of the last layer
+
+
+def transnext(**sizes):
+    """A TransNeXt of four narrow stages, whose last one has 2 x 2 patches of 64 pixels."""
+    narrow = dict(embed_dims=[8, 16, 16, 32], num_heads=[2, 4, 4, 8], depths=[1, 1, 1, 1])
+    name = "moh_transnext_small_75"
+    return timm.create_model(name, img_size=64, head_budget="uniform:0.5", **narrow, **sizes)
+
+
+def eva(**sizes):
+    """A ViT with rotary positions and registers, converted."""
+    name = "vit_small_patch16_dinov3"
+    narrow = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)
+    return moh_vision.convert(timm.create_model(name, **narrow, **sizes), head_budget=0.75)
+
+
+MODELS = {
+    "ViT": lambda **sizes: timm.create_model("moh_vit_tiny_patch16_224", **VIT, **sizes),
+    "pooled ViT": lambda **sizes: timm.create_model(
+        "moh_vit_tiny_patch16_224", **VIT, global_pool="avg", **sizes
+    ),
+    "Eva": eva,
+    "TransNeXt": transnext,
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tokens_are_those_that_a_teacher_gives(kind):
+    """Patches alone, after the final norm; and the same logits as without."""
+    torch.manual_seed(0)
+    model = MODELS[kind](num_classes=5).eval()
+    side = 64 if kind == "TransNeXt" else dict(Eva=32).get(kind, 8)
+    images = torch.rand(2, 3, side, side)
+    tokens = []
+    logits, _ = model.forward_routed(images, tokens=tokens)
+    features = model.forward_intermediates(images, indices=1, norm=True, intermediates_only=True)
+    assert len(tokens) == 1
+    torch.testing.assert_close(tokens[0], features[0].flatten(2).transpose(1, 2))
+    torch.testing.assert_close(logits, model(images))
+
+
+@pytest.mark.parametrize("width", [24, 36])
+def test_the_loss_of_tokens_is_that_of_the_equation(width):
+    torch.manual_seed(0)
+    student = timm.create_model("moh_vit_tiny_patch16_224", **VIT, num_classes=5)
+    images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 5
+    logits, taught = torch.randn(6, 5), torch.randn(6, 16, width)
+    distill = ClsDistillConfig("t", 0.3, 2.0, 4.0, token_loss_weight=0.7)
+    alignment = TokenAlignment(0.7, 24, width)
+    assert len(list(alignment.parameters())) == (0 if width == 24 else 2)
+    task = ClassificationTask(student, 0.0, distill=distill, alignment=alignment)
+    without = task(images, labels, logits)
+    losses = task(images, labels, logits, taught)
+    tokens = []
+    student.forward_routed(images, tokens=tokens)
+    pairs = zip(alignment.projector(tokens[0]).flatten(0, 1), taught.flatten(0, 1), strict=True)
+    cosines = [(p @ t / p.norm() / t.norm()).item() for p, t in pairs]
+    assert losses["token_loss"].item() == pytest.approx(1 - sum(cosines) / 96, abs=1e-5)
+    added = (losses["loss"] - without["loss"]).item()
+    assert added == pytest.approx(0.7 * losses["token_loss"].item(), abs=1e-5)
+    alone = task(images, labels, None, taught)
+    cross_entropy = torch.nn.functional.cross_entropy(student(images), labels)
+    expected = 0.3 * cross_entropy + 0.7 * losses["token_loss"]
+    torch.testing.assert_close(alone["loss"], expected)
+    assert "kd_loss" not in alone
+    losses["loss"].backward()
+    # DDP waits for the gradients of all.
+    assert all(p.grad is not None for p in task.parameters() if p.requires_grad)
+
+
+def test_the_projector_learns_as_the_models_last_layer_does():
+    """Weight decay and layer decay are those of the model alone; a projector is no layer below its last one."""
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT, num_classes=5)
+    both = WithProjector(model, TokenAlignment(1.0, 24, 36))
+    optim = ClsOptimConfig(lr=1.0, weight_decay=0.1, layer_decay=0.5)
+
+    def settings(optimizer, names):
+        found = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                found[names[p]] = (group["lr"] * group["lr_scale"], group["weight_decay"])
+        return found
+
+    names = {p: name for name, p in model.named_parameters()}
+    alone = settings(make_optimizer(model, optim), names)
+    names |= {p: name for name, p in both.projector.named_parameters()}
+    together = settings(make_optimizer(both, optim), names)
+    assert together.items() >= alone.items() and alone["pos_embed"] == (0.125, 0.0)
+    assert {name: together[name] for name in together.keys() - alone.keys()} == {
+        "projector.weight": (1.0, 0.1),
+        "projector.bias": (1.0, 0.0),
+    }
+
+
+@pytest.mark.parametrize("width", [32, 36])
+def test_a_run_learns_a_teachers_tokens_and_goes_on_to_the_bit(width, tmp_path):
+    """Its projector stands in checkpoints alone, and only where the widths differ."""
+    sizes = dict(in_chans=1, num_classes=10, embed_dim=width, num_heads=4)
+    means = [0.2, 0.3, 0.4], [0.6, 0.7, 0.8]
+    teacher = saved(tmp_path / "t", *means, **sizes)
+    learn = f"--distill.teacher {teacher} --distill.token_loss_weight 1 --distill.task_loss_weight 0".split()
+    learn += "--optim.warmup_steps 0 --optim.schedule constant --balance_weight 0".split()
+    whole, resumed = whole_and_resumed("cls", tmp_path, [5, 9], *learn)
+    lines = logged(whole)
+    plain = tmp_path / "plain"
+    train_cls.main(arguments("cls", plain, 1, 1))
+    assert 0 < lines[-1]["token_loss"] < 0.9 * lines[0]["token_loss"]
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["kd_loss"] + line["token_loss"], abs=1e-5)
+    for weights in ("model", "ema"):
+        tensors = load_file(whole / f"{weights}.safetensors").keys()
+        assert tensors == load_file(plain / "model.safetensors").keys()
+    files = list(resumed.glob("checkpoints/step_*/beside.safetensors"))
+    if width == 32:
+        assert not files
+        return
+    states = [load_file(file) for file in sorted(files)]
+    assert states[0].keys() == {f"alignment.projector.{part}" for part in ("weight", "bias")}
+    assert not any(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def on_a_rank(rank, folder, teacher):
+    argv = ["--distill.teacher", teacher, "--distill.token_loss_weight", "1"]
+    train_cls.main(arguments("cls", folder / "two", 3, 3, *argv))
+
+
+@pytest.mark.slow
+def test_two_processes_see_the_loss_of_one(tmp_path):
+    """With a projector, whose gradient they average too."""
+    sizes = dict(in_chans=1, num_classes=10, embed_dim=36)
+    teacher = saved(tmp_path / "t", [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], **sizes)
+    on_two_ranks(on_a_rank, tmp_path, teacher)
+    argv = ["--distill.teacher", teacher, "--distill.token_loss_weight", "1"]
+    train_cls.main(arguments("cls", tmp_path / "one", 3, 3, *argv))
+    for line, other in zip(logged(tmp_path / "one"), logged(tmp_path / "two"), strict=True):
+        for key in ("loss", "kd_loss", "token_loss"):
+            assert line[key] > 0
+            assert other[key] == pytest.approx(line[key], rel=1e-3)
+
+
+def test_the_source_of_a_run_is_its_teacher(tmp_path, run_command):
+    """A run, what was published of it, a folder of timm: a conversion with all heads says what it does, from the first step."""
+    dense = tmp_path / "dense"
+    train_cls.main(arguments("cls", dense, 3, 3, "--model.router", "dense"))
+    assert run_command("publish", dense, "--output", tmp_path / "published").code == 0
+    saved(tmp_path / "timm", [0.5] * 3, [0.5] * 3, in_chans=1, num_classes=10)
+    for source in (dense, tmp_path / "published", tmp_path / "timm"):
+        run = tmp_path / f"of_{source.name}"
+        argv = "--data.root digits --data.workers 0 --optim.batch_size 8 --max-steps 1 --log-every 1 --calibrate-images 8"
+        argv += " --model.name pretrained --model.convert.router moh --model.head_budget uniform:1 --optim.lr 1e-4"
+        argv += f" --model.pretrained {source} --distill.teacher source --distill.token_loss_weight 1 --output {run}"
+        train_cls.main(argv.split())
+        (line,) = logged(run)
+        assert line["kd_loss"] == pytest.approx(0, abs=1e-5)
+        assert line["token_loss"] == pytest.approx(0, abs=1e-5)
+        assert json.loads((run / "frozen.json").read_text()).keys() == {"distill.teacher"}
+
+
+def test_a_teacher_of_other_classes_gives_its_tokens(tmp_path, capsys):
+    """Where its logits do not count."""
+    teacher = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, num_classes=5)
+    argv = f"--distill.teacher {teacher} --distill.token_loss_weight 1 --distill.distill_loss_weight".split()
+    said = refused(capsys, train_cls.main, *arguments("cls", tmp_path / "run", 1, 1, *argv, "1"))
+    assert_says(said, f"distill.teacher {teacher} 5 classes 10")
+    train_cls.main(arguments("cls", tmp_path / "run", 1, 1, *argv, "0"))
+    (line,) = logged(tmp_path / "run")
+    assert line["token_loss"] > 0 and "kd_loss" not in line
+
+
+# Options -> facts of the refusal; {0}: a teacher of 16 patches, {1}: one of 4.
+REFUSED_TOKENS = {
+    "--distill.token_loss_weight 1": "distill.token_loss_weight distill.teacher",
+    "--distill.teacher source": "distill.teacher source model.pretrained init_from",
+    "--distill.teacher {0} --distill.distill_loss_weight 0": "distill.teacher {0} distill.distill_loss_weight 0 distill.token_loss_weight 0",
+    "--distill.teacher {0} --distill.token_loss_weight 1 --distill.distill_loss_weight 0 --distill.temperature 2": "distill.temperature distill.distill_loss_weight",
+    "--distill.teacher {1} --distill.token_loss_weight 1": "distill.teacher {1} 4 tokens 16",
+    "--distill.teacher {0} --distill.token_loss_weight 1 --model.kwargs.patch_drop_rate 0.5": "distill.token_loss_weight patch_drop_rate 0.5",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED_TOKENS)
+def test_tokens_that_cannot_be_learnt_are_refused(options, grey, tmp_path, capsys):
+    coarse = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, in_chans=1, num_classes=10, patch_size=4)
+    argv = arguments("cls", tmp_path / "run", 1, 1, *options.format(grey, coarse).split())
+    said = refused(capsys, train_cls.main, *argv)
+    assert_says(said, REFUSED_TOKENS[options].format(grey, coarse))
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_as_graphs_learn_the_same(tmp_path, eager_graphs):
+    """The teacher is called before a graph is replayed, which gets what it says as it gets the images."""
+    teacher = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, in_chans=1, num_classes=10)
+    made = eager_graphs()
+    for name, more in (("eager", ()), ("graph", ("--cuda_graph", "on"))):
+        argv = ["--distill.teacher", teacher, "--distill.token_loss_weight", "1", *more]
+        train_cls.main(arguments("cls", tmp_path / name, 6, 100, *argv))
+    assert made[-1].replays > 0
+    assert outcome(tmp_path / "eager") == outcome(tmp_path / "graph")

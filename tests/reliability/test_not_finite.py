@@ -16,6 +16,7 @@ from moh_vision.classification import validate
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.common.io import TensorFiles, write_tensors
 from moh_vision.diffusion import sample
+from moh_vision.diffusion import train as train_dit
 from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer
 from tests.support.pictures import gradient
 from tests.support.refusals import assert_says, one_line, refused
@@ -214,6 +215,7 @@ COMMANDS = dict(
     dit=(
         (sample.main, "--checkpoint RUN --num-images 1 --out OUT.npz"),
         (main, "publish RUN --output OUT"),
+        (train_dit.main, "--config quickstart/dit --distill.teacher RUN --output OUT"),
     ),
     clm=((main, "publish RUN --output OUT"),),
 )

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moh_vision.common.errors import reason_of
 from moh_vision.models.frozen import digest_of
@@ -353,6 +353,15 @@ def vae_fingerprint(vae) -> str:
         changed = {k: v for k, v in changed.items() if not k.startswith("decoder")}
         tensors = {k: v for k, v in tensors.items() if not k.startswith("decoder")}
     return digest_of(tensors, json.dumps([type(vae).__name__, changed], sort_keys=True))
+
+
+def sha256_of(vae) -> str | None:
+    """Return the hash of a VAE that is given as a module, as the dict of a `LatentSpace`, or as None."""
+    if vae is None:
+        return None
+    if isinstance(vae, nn.Module):
+        return vae_fingerprint(vae)
+    return vae["sha256"]
 
 
 @torch.no_grad()

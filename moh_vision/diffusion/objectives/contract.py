@@ -55,10 +55,17 @@ class Objective(nn.Module):
         """Return x_t [B, C, h, w] of images x0 and N(0, 1) noise [B, C, h, w] at t [B]."""
         raise NotImplementedError
 
+    def weighted(self, squared_error: Tensor, t: Tensor) -> Tensor:
+        """Return squared errors [B] of predictions at t [B], weighted as "loss" weights them; here by 1.
+
+        A teacher's term is weighted so, too.
+        """
+        return squared_error
+
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return [B] tensors: "loss", "mse", and others to be logged.
+        """Return [B] tensors: "loss", "mse", and others to be logged; with `learn_sigma` "vb", the variance's part of "loss".
 
         Args:
             output: `prediction.output` [B, C, h, w]; with `learn_sigma` [B, 2C, h, w].

@@ -85,6 +85,10 @@ class HybridLoss(Objective):
             )
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
+    def weighted(self, squared_error: Tensor, t: Tensor) -> Tensor:
+        """Weight squared errors [B] at t [B] as L_simple is weighted: by 1, or with `min_snr_gamma` by the SNR."""
+        return self.weight[t] * squared_error
+
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
@@ -98,7 +102,7 @@ class HybridLoss(Objective):
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
-        simple = self.weight[t] * mse
+        simple = self.weighted(mse, t)
         if output.shape[1] == x0.shape[1]:
             return dict(loss=simple, mse=mse)
         vb = self.variational_bound(eps.detach(), output[:, x0.shape[1] :], x0, xt, t)
