@@ -100,7 +100,7 @@ def refuse_missing(option: str, path: str) -> None:
     """Raise FileNotFoundError for a missing path; the message suggests a folder beside it with a similar name."""
     if os.path.exists(path):
         return
-    problem = f"{option} {path}: no such file or folder"
+    problem = f"{option} {path}: no such file or folder".strip()
     near = near_folder(path)
     if near:
         problem += f", did you mean {near}?"

@@ -496,12 +496,9 @@ def find_weights(
     Raises:
         ValueError, FileNotFoundError: in one line, naming the source.
     """
-    source = str(source)
-    path = Path(source.removeprefix("local-dir:"))
-    if tensor_files(path):
-        found = _on_disk(source, path, prefer, key)
-    else:
-        found = _published(source, prefer, key)
+    with said_with(key):
+        found = _find(str(source), prefer)
+    found = replace(found, key=key)
     if name:
         found = found.named(name)
     if wing:
@@ -509,11 +506,29 @@ def find_weights(
     return found
 
 
-def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
+@contextlib.contextmanager
+def said_with(key: str) -> Iterator[None]:
+    """Begin the messages of errors with a key."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{key} {error}".strip()) from None
+    except ValueError as error:
+        raise ValueError(f"{key} {error}".strip()) from None
+
+
+def _find(source: str, prefer: str | None) -> Weights:
+    path = Path(source.removeprefix("local-dir:"))
+    if tensor_files(path):
+        return _on_disk(source, path, prefer)
+    return _published(source, prefer)
+
+
+def _on_disk(source: str, path: Path, prefer: str | None) -> Weights:
     """`find_weights` for a path that exists."""
     form, settings = _form_of(path)
-    _refuse_idle_choice(path, form, prefer, key)
-    found = Weights(source=source, key=key, form=form, file=path, asked=prefer)
+    _refuse_idle_choice(path, form, prefer)
+    found = Weights(source=source, form=form, file=path, asked=prefer)
     if form == Form.TRANSFORMERS:
         return _of_transformers(found, str(settings.get("model_type")))
     if form in (Form.PIPELINE, Form.DIFFUSERS):
@@ -523,7 +538,7 @@ def _on_disk(source: str, path: Path, prefer: str | None, key: str) -> Weights:
         local = f"local-dir:{path}"
         config = path / "config.json"
         found = _of_library(found, CLASSIFICATION.name, config, lambda: of_timm(local))
-    found = replace(found, file=_file_of(path, prefer, form, key))
+    found = replace(found, file=_file_of(path, prefer, form))
     if form in OF_ONE_KIND:
         return found
     if found.file.suffix == ".safetensors":
@@ -545,34 +560,32 @@ def _of_transformers(found: Weights, model_type: str) -> Weights:
     return replace(found, wing=TEXT.name, architecture=model_type, metadata=metadata)
 
 
-def _refuse_idle_choice(path: Path, form: Form, prefer: str | None, key: str) -> None:
+def _refuse_idle_choice(path: Path, form: Form, prefer: str | None) -> None:
     """Refuse a choice between EMA and last weights of a source that holds one kind."""
     if prefer not in ("ema", "model"):
         return  # `weights_file` refuses other words, and knows who has a second EMA
-    option = "weights"
-    if key.startswith("--"):
-        option = "--weights"
+    choice = f"weights {prefer}"
     if form in OF_ONE_KIND:
         raise ValueError(
-            f"{option} {prefer} has no effect: {path} is {form}, which holds one kind of weights"
+            f"{path}: {choice} has no effect: it is {form}, which holds one kind of weights"
         )
     if path.suffix == ".safetensors" and path.stem == "ema" and prefer == "model":
         raise ValueError(
-            f"{option} model: {path} holds the EMA; give its folder, or model.safetensors in it"
+            f"{path}: {choice}: it holds the EMA; give its folder, or model.safetensors in it"
         )
     if path.suffix in (".safetensors", ".npz") and path.stem != prefer:
-        raise ValueError(f"{option} {prefer} has no effect: {path} holds one kind of weights")
+        raise ValueError(f"{path}: {choice} has no effect: it holds one kind of weights")
 
 
-def _file_of(path: Path, prefer: str | None, form: Form, key: str) -> Path:
+def _file_of(path: Path, prefer: str | None, form: Form) -> Path:
     """Call `weights_file`, and say of a folder without weights what else it lacks."""
     try:
         return weights_file(str(path), prefer)
     except FileNotFoundError as error:
-        problem = f"{key} {error}".strip()
-        if form == Form.FOREIGN:
-            problem += "; nor is there a config.json of timm, diffusers or transformers"
-        raise FileNotFoundError(problem) from None
+        if form != Form.FOREIGN:
+            raise
+        problem = "nor is there a config.json of timm, diffusers or transformers"
+        raise FileNotFoundError(f"{error}; {problem}") from None
 
 
 def _form_of(path: Path) -> tuple[Form, dict]:
@@ -625,7 +638,7 @@ def _of_library(
         if isinstance(error, KeyError):
             reason = f"no {error} in it"
         raise ValueError(
-            f"{found.key} {config}: of no {WINGS[wing].title} model that is taken ({reason})".strip()
+            f"{config}: of no {WINGS[wing].title} model that is taken ({reason})"
         ) from None
     return replace(
         found,
@@ -667,30 +680,27 @@ def _of_run(found: Weights, metadata: dict) -> Weights:
     )
 
 
-def _published(source: str, prefer: str | None, key: str) -> Weights:
+def _published(source: str, prefer: str | None) -> Weights:
     """`find_weights` for what is no path: the name of a model whose weights timm fetches."""
     base = source.split(".")[0]
     is_hub = source.startswith("hf-hub:")
     if not is_hub and not timm.is_model(base):
-        refuse_missing_source(key, source)
+        refuse_missing_source("", source)
         problem = (
             "neither a run, a file of weights, a folder with a config.json, hf-hub:OWNER/NAME, nor the name of a model "
             f"registered with timm{near_model(source)}"
         )
         if source.count("/") == 1:
             problem += f"; of a model on the hub: hf download {source} --local-dir FOLDER"
-        raise FileNotFoundError(f"{key} {source}: {problem}".strip())
+        raise FileNotFoundError(f"{source}: {problem}")
     if prefer is not None:
-        raise ValueError(f"weights {prefer!r} has no effect: {source} fetches its weights")
-    wing = image_models().get(base, CLASSIFICATION.name)
-    architecture = None if is_hub else source
+        raise ValueError(f"{source}: weights {prefer} has no effect: timm fetches one kind")
     return Weights(
         source=source,
-        key=key,
         form=Form.NAME,
         file=Path(source),
-        wing=wing,
-        architecture=architecture,
+        wing=image_models().get(base, CLASSIFICATION.name),
+        architecture=None if is_hub else source,
     )
 
 

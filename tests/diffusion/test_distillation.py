@@ -227,7 +227,7 @@ def test_a_teacher_without_no_class_serves_where_no_label_is_dropped(tmp_path):
 REFUSED = {
     "--distill.teacher source": "distill.teacher source model.pretrained init_from",
     "--distill.teacher ./none": "distill.teacher ./none",
-    "--distill.teacher dit_xlarge_patch3": "distill.teacher dit_xlarge_patch3 dit_xlarge_patch2",
+    "--distill.teacher dit_xlarge_patch3": "distill.teacher dit_xlarge_patch3 registered",
     "--distill.teacher dit_small_patch2": "distill.teacher dit_small_patch2 weights",
     "--distill.task_loss_weight 0.5": "distill.task_loss_weight distill.teacher",
     "--distill.teacher {0} --distill.distill_loss_weight 0": "distill.teacher {0} distill.distill_loss_weight 0",

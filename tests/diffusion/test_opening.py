@@ -233,7 +233,7 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
     capsys.readouterr()
     index_file.write_text("{")
     for more, facts in (
-        (("--weights", "model"), f"--weights model {folder} pipeline one kind"),
+        (("--weights", "model"), f"weights model {folder} pipeline one kind"),
         ((), f"{folder} pipeline {index_file}"),
     ):
         assert_says(refused(capsys, "--checkpoint", folder, *more), facts)
@@ -263,7 +263,7 @@ def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
         facts = f"{file} weights model {held} state_dict"
         assert_says(refused(capsys, "--checkpoint", file, *options), facts)
     error = refused(capsys, "--checkpoint", pipe / "transformer", *options)
-    assert_says(error, f"--weights model {saved.parent} one kind")
+    assert_says(error, f"weights model {saved.parent} one kind")
 
 
 def test_label_tables_without_no_class(tmp_path, capsys):
