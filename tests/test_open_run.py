@@ -166,7 +166,7 @@ def test_what_has_no_effect_is_refused_by_its_name(runs):
         last = find_weights(runs["dit"], prefer="model")
         open_weights(last, ["--score", "digits"], scores=True)
     for form in ("cls_published", "dit_published", "clm_published"):
-        with one_line(f"weights 'ema' effect {runs[form]} one"):
+        with one_line(f"weights ema effect {runs[form]} one"):
             moh_vision.open_run(runs[form], "ema")
     for name in KINDS:
         with one_line(f"name 'moh_dit_small_patch2_75' effect {runs[name]} {TITLES[name]}"):
