@@ -6,13 +6,20 @@ import pytest
 
 
 def covering(cases):
-    """Return the cases of a sweep as parameters, of which those that cover no new pair of values are marked slow.
-
-    A pair is two values of one case, each with its place. Most faults show in one value or a pair of values, so that the
-    fast tests run a covering array of pairs, and the slow ones the whole sweep.
+    """Return the cases of a sweep as parameters, of which those that are not `of_pairs` are marked slow.
 
     Args:
         cases: tuples of the same length, such as `itertools.product` yields.
+    """
+    cases = list(cases)
+    fast = of_pairs(cases)
+    return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in cases]
+
+
+def of_pairs(cases):
+    """Return some of the cases of a sweep that hold all pairs of values: a covering array.
+
+    A pair is two values of one case, each with its place. Most faults show in one value or a pair of values.
     """
     cases = list(cases)
     pairs = [
@@ -20,12 +27,9 @@ def covering(cases):
         for case in cases
     ]
     uncovered = set().union(*pairs)
-    fast = set()
+    chosen = []
     while uncovered:
         most = max(range(len(cases)), key=lambda number: len(pairs[number] & uncovered))
-        fast.add(most)
+        chosen.append(cases[most])
         uncovered -= pairs[most]
-    return [
-        pytest.param(*case, marks=() if number in fast else pytest.mark.slow)
-        for number, case in enumerate(cases)
-    ]
+    return chosen
