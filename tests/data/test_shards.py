@@ -81,7 +81,7 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     for split in ("train", "val"):
         write_folder(tmp_path / "split" / split)
     assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
-    assert_says(error_line(capfd), f"--val-fraction --in {tmp_path}/split split val")
+    assert_says(error_line(capfd), f"--val-fraction 0.1 --in {tmp_path}/split split val")
 
 
 @pytest.mark.parametrize("val", ["val", "validation"])
