@@ -65,9 +65,9 @@ class Parser(argparse.ArgumentParser):
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
             raise ValueError(f"{first} comes before {argv[0]}")
         options, rest = self.parse_known_args(argv)
-        for place, option in enumerate(rest):
+        for index, option in enumerate(rest):
             if option.partition("=")[0] == "--checkpoint":
-                given = with_value(rest[place:])
+                given = with_value(rest[index:])
                 raise ValueError(f"{given} has no effect: {first} says what is opened")
         return options, rest
 
