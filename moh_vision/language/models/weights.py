@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from moh_vision.common.cli import refuse_missing
 from moh_vision.common.errors import closest, reason_of
-from moh_vision.common.io import run_of
+from moh_vision.common.io import run_of, tensor_files
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.inputs import CausalInputs, TextInputs
 from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary
@@ -201,7 +201,10 @@ def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[st
         source: the run, a folder of weights or a .safetensors.
         vocabularies: fingerprints that the run's vocabularies must have.
     """
-    refuse_missing("init_from", source)
+    if not tensor_files(
+        Path(source)
+    ):  # a sharded run has only its parts
+        refuse_missing("init_from", source)
     state, metadata = read_safetensors(weights_file(source))
     if metadata.get("vocabularies") not in (None, vocabularies):
         raise ValueError(
