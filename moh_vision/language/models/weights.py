@@ -201,9 +201,7 @@ def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[st
         source: the run, a folder of weights or a .safetensors.
         vocabularies: fingerprints that the run's vocabularies must have.
     """
-    if not tensor_files(
-        Path(source)
-    ):  # a sharded run has only its parts
+    if not tensor_files(Path(source)):  # a sharded run has only its parts
         refuse_missing("init_from", source)
     state, metadata = read_safetensors(weights_file(source))
     if metadata.get("vocabularies") not in (None, vocabularies):
