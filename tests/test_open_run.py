@@ -160,7 +160,7 @@ def test_mistakes_are_one_line(runs, tmp_path):
 def test_what_has_no_effect_is_refused_by_its_name(runs):
     root = ["--data.root", "digits"]
     for name in ("dit_published", "clm_published"):
-        with one_line(f"--data.root effect {runs[name]} run"):
+        with one_line(f"--data.root digits effect {runs[name]} run"):
             moh_vision.open_run(runs[name], options=root)
     with one_line("weights 'model' effect options"):
         last = find_weights(runs["dit"], prefer="model")

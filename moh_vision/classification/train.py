@@ -46,7 +46,7 @@ from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
-from moh_vision.engine.ranks import say
+from moh_vision.engine.ranks import by_all, from_first, say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.evaluation.accuracy import summary
@@ -122,7 +122,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     data = config.data
 
     # ---------------------------------------------------------------- data
-    name, arguments = name_and_arguments(config, "classification", config.fresh)
+    # The main process alone looks whether an earlier run is in the folder.
+    name, arguments = from_first(lambda: name_and_arguments(config, "classification", config.fresh))
     refuse_idle_fraction(data, config.given)
     with accelerator.main_process_first():
         decoding = Decoding.of(data)
@@ -152,8 +153,11 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         from_data["img_size"] = data.img_size or source.img_size
     config.model.refuse_other(**from_data)
     arguments |= from_data
-    model_setup = set_up_model(
-        config, "classification", name, arguments, source.classes, span.checkpoint, say
+    # Every process reads the first weights or the checkpoint's shared heads; if one cannot, all end.
+    model_setup = by_all(
+        lambda: set_up_model(
+            config, "classification", name, arguments, source.classes, span.checkpoint, say
+        )
     )
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.commands.predict import class_names
-from moh_vision.common.cli import refuse_output
+from moh_vision.common.cli import refuse_missing, refuse_output
 from moh_vision.common.errors import reason_of
 from moh_vision.common.io import fsync, give_name
 from moh_vision.common.progress import say
@@ -201,7 +201,7 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
         if problem:
             raise ValueError(f"{source} is no file or folder, and {problem}")
     elif checkpoint:
-        raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
+        raise ValueError(f"--checkpoint {checkpoint} has no effect: {source} brings its weights")
     elif path.suffix in (".pt", ".pth", ".bin", ".npz"):
         raise ValueError(
             f"{source} does not say of which model it is: give NAME --checkpoint {shlex.quote(str(source))}"
@@ -217,14 +217,21 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
 
 def fix_heads(model: nn.Module, file: str) -> None:
     """Keep in each layer, of K active heads, the K that ran most according to a head load file; remove the others."""
-    load = HeadLoad.read(Path(file))
+    option = f"--static-heads {file}"
+    try:
+        load = HeadLoad.read(Path(file))
+    except ValueError as error:
+        raise ValueError(f"--static-heads {error}") from None
     layers = attention_layers(model)
     # Routed MLPs are counted too: every image goes on to choose their groups.
     mlps = {row["name"] for row in head_budget(model).get("mlp", {}).get("layers", ())}
     of_attention = [n for n, layer in enumerate(load.layers) if layer["name"] not in mlps]
     counted = [(load.layers[n]["heads"], load.layers[n]["shared"]) for n in of_attention]
-    if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
-        raise ValueError(f"{file} counts (all, shared) heads {counted}, which are not the model's")
+    of_model = [(layer.num_heads, layer.budget.shared) for layer in layers]
+    if counted != of_model:
+        raise ValueError(
+            f"{option} counts (all, shared) heads {counted}; expected those of the model, {of_model}"
+        )
     runs = load.runs()
     # The last column counts all tokens.
     counts = [runs[n][:, :-1].sum(0) for n in of_attention]
@@ -235,7 +242,7 @@ def fix_heads(model: nn.Module, file: str) -> None:
     try:
         keep_heads(model, kept)
     except ValueError as error:
-        raise ValueError(f"--static-heads: {error}") from None
+        raise ValueError(f"{option}: {error}") from None
 
 
 def heads_text(model: nn.Module, heads: int, computed: int) -> str:
@@ -386,6 +393,8 @@ def work(options) -> None:
             import_module(name)  # a missing package fails before the work
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: expected 1 or more")
+    if options.static_heads:
+        refuse_missing("--static-heads", options.static_heads)
     opened = open_source(options.source, options.checkpoint)
     model = opened.model
     metadata = {key: opened.metadata[key] for key in ("architecture", "classes")}

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -125,7 +126,8 @@ def work(options) -> None:
         raise ValueError(f"{options.run} is a {wing} model; expected a classifier")
     opened = open_weights(found, options.rest, command="predict")
     for key in sorted(opened.config.given.intersection(IDLE)):
-        raise ValueError(f"{key} has no effect: only the images that are named are read")
+        value = attrgetter(key)(opened.config)
+        raise ValueError(f"{key} {value} has no effect: only the images that are named are read")
     accelerator = opened.accelerator
     metadata = opened.metadata
     model = opened.model.to(accelerator.device)

@@ -8,8 +8,9 @@ ones a line says what makes them.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,19 +65,44 @@ class Section(NamedTuple):
     """A part of the page; report.html leaves it out if its blocks are empty and nothing is missing."""
 
     title: str
-    blocks: list[tuple[str, str, Any]]  # (form, which report.html knows; name; content)
+    blocks: list[tuple[str, str, Any]]  # (form, which report.html or `drawn` knows; name; content)
     missing: Sequence[str] = ()  # lines on what makes a part that a run lacks
+
+    def drawn(self) -> "Section":
+        """Return the section with its figures drawn: a block of the form "figures" holds functions that draw them."""
+        blocks = []
+        for form, name, content in self.blocks:
+            if form == "figures":
+                form = "pictures"
+                content = [draw_one() for draw_one in content]
+            blocks.append((form, name, content))
+        return self._replace(blocks=blocks)
+
+
+class FromFiles(NamedTuple):
+    """What the files of runs of one task hold."""
+
+    scores: Section
+    training: Section
+    loads: dict[str, HeadLoad]  # by the run's name on the page
+    outputs: list[Section]  # samples, confusions or translations
 
 
 def make_report(folders: Sequence[Path]) -> str:
     """Return the page about these runs as HTML."""
     runs = dict(zip(short_names(folders), map(find_run, folders)))
+    by_task: dict[str, Named] = {}
+    for name, run in runs.items():
+        by_task.setdefault(run.task, {})[name] = run
+    # All files are read before a model is built and a figure drawn, so that a bad one is refused at once.
+    read = {task: read_files(task, of_task) for task, of_task in by_task.items()}
+    started = environment(runs)
     parts = []
     with figures.svg_settings():
-        for task in dict.fromkeys(run.task for run in runs.values()):
-            of_task = {name: run for name, run in runs.items() if run.task == task}
-            parts.append((task.capitalize(), list(sections(task, of_task))))
-    parts.append(("Environment", [environment(runs)]))
+        for task, of_task in by_task.items():
+            drawn = [section.drawn() for section in sections(read[task], of_task)]
+            parts.append((task.capitalize(), drawn))
+    parts.append(("Environment", [started]))
     page = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -103,18 +129,29 @@ def short_names(folders: Sequence[Path]) -> list[str]:
             return names
 
 
-def sections(task: str, runs: Named) -> Iterator[Section]:
+def read_files(task: str, runs: Named) -> FromFiles:
+    """Read the files of runs of one task; raise ValueError for a damaged one."""
+    outputs = []
+    if task == "diffusion":
+        outputs.append(samples(runs))
+    if task == "classification":
+        outputs.append(confusions(runs))
+    if task == TEXT["mt"]:
+        outputs.append(translations(runs))
+    loads = {}
+    for name, run in runs.items():
+        if (run.folder / FILE).is_file():
+            loads[name] = HeadLoad.read(run.folder / FILE)
+    return FromFiles(scores(runs), training(runs), loads, outputs)
+
+
+def sections(read: FromFiles, runs: Named) -> Iterator[Section]:
     """Make the sections about runs of one task."""
     models, unweighted = describe_models(runs)
-    yield scores(runs)
-    yield training(runs)
-    yield heads(runs, models)
-    if task == "diffusion":
-        yield samples(runs)
-    if task == "classification":
-        yield confusions(runs)
-    if task == TEXT["mt"]:
-        yield translations(runs)
+    yield read.scores
+    yield read.training
+    yield heads(runs, models, read.loads)
+    yield from read.outputs
     texts = [("text", ", ".join(names), text) for names, _, text in models]
     yield Section("Parameters and multiply-accumulates", texts, unweighted)
 
@@ -180,14 +217,14 @@ def training(runs: Named) -> Section:
         # The balance loss of dense models is 0 at every step.
         if any(value for _, values in curves.values() for value in values):
             log = title == "training loss"
-            drawn.append(figures.draw_curves(title, curves, colours, log=log))
-    return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
+            drawn.append(partial(figures.draw_curves, title, curves, colours, log=log))
+    return Section("Training", [("legend", "", drawn and colours), ("figures", "", drawn)])
 
 
-def heads(runs: Named, models: list[tuple]) -> Section:
+def heads(runs: Named, models: list[tuple], loads: dict[str, HeadLoad]) -> Section:
     """Draw the budgets of `describe_models`, and the head loads that runs have counted."""
     budgets = []
-    loads = []
+    maps = []
     dense = []
     missing = []
     for names, budget, _ in models:
@@ -195,29 +232,38 @@ def heads(runs: Named, models: list[tuple]) -> Section:
         mlps = budget.get("mlp", {}).get("layers", [])
         name = ", ".join(names)
         if leave_out(layers):
-            budgets.append(figures.draw_budget(layers, f"{name}: heads of each layer"))
+            caption = f"{name}: heads of each layer"
+            budgets.append(partial(figures.draw_budget, layers, caption))
         if leave_out(mlps):
             caption = f"{name}: groups of each MLP"
-            budgets.append(figures.draw_budget(mlps, caption, "groups"))
+            budgets.append(partial(figures.draw_budget, mlps, caption, "groups"))
         if not leave_out([*layers, *mlps]):
             dense += names
     for name, run in runs.items():
-        file = run.folder / FILE
         # A dense model and MAE's models, whose runs have gates.json, run every head: there is no load to count.
         every_head_runs = name in dense or (run.folder / "gates.json").is_file()
-        if file.is_file():
-            load = HeadLoad.read(file)
-            if load.choosing():
-                for by in load.groups:
-                    part = "head"
-                    if load.layers_of("groups"):
-                        part = "head and group of an MLP"
-                    caption = f"{name}: share of tokens that run each {part}, by {by}"
-                    loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
+        if name in loads:
+            maps += load_maps(name, loads[name])
         elif not every_head_runs:
             maker = "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
             missing.append(f"{name} has no {FILE}: {maker} RUN/{FILE}")
-    return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
+    return Section("Heads", [("figures", "", budgets), ("figures", "", maps)], missing)
+
+
+def load_maps(name: str, load: HeadLoad) -> Iterator[Callable[[], figures.Picture]]:
+    """Yield a function that draws the head load of a run for each kind of groups; nothing if no head is chosen."""
+    if not load.choosing():
+        return
+    part = "head"
+    if load.layers_of("groups"):
+        part = "head and group of an MLP"
+
+    def draw_map(by: str) -> figures.Picture:
+        caption = f"{name}: share of tokens that run each {part}, by {by}"
+        return figures.inline_svg(draw(load, "map", by).figure, caption)
+
+    for by in load.groups:
+        yield partial(draw_map, by)
 
 
 def leave_out(layers: Sequence[dict]) -> bool:
@@ -264,7 +310,7 @@ def confusions(runs: Named) -> Section:
             matrix = np.zeros((len(classes), len(classes)), int)
             matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]
             caption = f"{name}: images of each class by what they were taken for"
-            drawn.append(figures.draw_confusion(matrix, classes, caption))
+            drawn.append(partial(figures.draw_confusion, matrix, classes, caption))
             continue
         images = np.bincount(counts[:, 0], counts[:, 2], len(classes))
         confused = counts[counts[:, 0] != counts[:, 1]]
@@ -275,7 +321,7 @@ def confusions(runs: Named) -> Section:
             rows.append((classes[label], classes[taken_for], count, percent))
         table = Table(["class", "taken for", "images", "% of the class"], rows, [])
         blocks.append(("table", f"{name}: the most confused pairs of classes", table))
-    return Section("Confusion", [("pictures", "", drawn), *blocks], missing)
+    return Section("Confusion", [("figures", "", drawn), *blocks], missing)
 
 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from torch import nn
@@ -230,7 +231,8 @@ def refuse_budget(opened: Opened, option: str, budgets: Sequence[str] = ("head_b
     for parts, budget in KEYS.items():
         for key in (f"model.{budget}", budget):
             if budget in budgets and key in given:
-                raise ValueError(f"{key} has no effect: {option} says how many {parts} run")
+                value = attrgetter(key)(opened.config)
+                raise ValueError(f"{key} {value} has no effect: {option} says how many {parts} run")
 
 
 def say_table(

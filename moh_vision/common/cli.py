@@ -3,6 +3,8 @@
 import argparse
 import os
 import tempfile
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from moh_vision.common.errors import nearest
@@ -63,9 +65,21 @@ class Parser(argparse.ArgumentParser):
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
             raise ValueError(f"{first} comes before {argv[0]}")
         options, rest = self.parse_known_args(argv)
-        if any(option.partition("=")[0] == "--checkpoint" for option in rest):
-            raise ValueError(f"--checkpoint has no effect: {first} says what is opened")
+        for index, option in enumerate(rest):
+            if option.partition("=")[0] == "--checkpoint":
+                given = with_value(rest[index:])
+                raise ValueError(f"{given} has no effect: {first} says what is opened")
         return options, rest
+
+
+def with_value(options: Sequence[str]) -> str:
+    """Return the first of some options with its values, such as "--checkpoint RUN" also for --checkpoint=RUN."""
+    first, *rest = options
+    name, equals, value = first.partition("=")
+    if equals:
+        return f"{name} {value}"
+    values = takewhile(lambda text: not text.startswith("--"), rest)
+    return " ".join([name, *values])
 
 
 def refuse_output(option: str, path: str | None) -> None:

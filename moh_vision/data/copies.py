@@ -25,24 +25,20 @@ def warn_of_copies(named: str, train: Source, val: ImageSource, say: Callable) -
         )
 
 
-def copies(
-    train: Source, val: ImageSource, look_at: int = LOOKED_AT, read: int = MOST_READ
-) -> tuple[list[tuple[int, int]], int]:
+def copies(train: Source, val: ImageSource) -> tuple[list[tuple[int, int]], int]:
     """Return (index in val, index in train) of images with the same bytes, and how many of val were looked at.
 
     Args:
         train, val: the splits. A stream has no images to look at before training.
-        look_at: the largest number of images of `val` that are looked at.
-        read: the largest number of images of `train` that are read.
     """
     sizes = train.sizes()
     val_sizes = val.sizes()
     if sizes is None or val_sizes is None:
         return [], 0
-    looked_at = _spread(np.arange(len(val)), look_at)
+    looked_at = _spread(np.arange(len(val)), LOOKED_AT)
     candidates = np.flatnonzero((sizes > 0) & np.isin(sizes, val_sizes[looked_at]))
     in_train: dict[bytes, int] = {}
-    for index in _spread(candidates, read):
+    for index in _spread(candidates, MOST_READ):
         in_train.setdefault(_digest(train, index), index)
     in_train.pop(b"", None)
     digests = [_digest(val, index) for index in looked_at]

@@ -62,7 +62,8 @@ class PositionSampler:
         self.shard_sizes = tuple(self.shard_sizes)
         self.total = sum(self.shard_sizes)
         if self.total < 1:
-            raise ValueError("there are no training samples; expected 1 or more")
+            shards = f"{len(self.shard_sizes)} shards"
+            raise ValueError(f"shard_sizes: 0 samples in {shards}; training needs 1 or more")
         if self.batch_size % (self.accumulation * self.world):
             divisor = f"accumulation {self.accumulation} x processes {self.world}"
             raise ValueError(f"optim.batch_size {self.batch_size} is not a multiple of {divisor}")

@@ -154,12 +154,11 @@ def _check(options: Namespace) -> None:
         )
     decoding = Decoding.of(options, "--")
     if options.size is None and decoding != AS_STORED:
-        name = next(
-            name for name, value in decoding.record.items() if value != AS_STORED.record[name]
-        )
-        raise ValueError(
-            f"{decoding.option(name)} has no effect: without --size files are stored unchanged; give it to what reads the shards"
-        )
+        for name, value in decoding.record.items():
+            if value == AS_STORED.record[name]:
+                continue
+            why = "without --size files are stored unchanged; give it to what reads the shards"
+            raise ValueError(f"{decoding.option(name)} {value} has no effect: {why}")
     if options.size is not None and options.quality is None:
         options.quality = 95
     if options.quality is not None and not 1 <= options.quality <= 100:
@@ -187,7 +186,9 @@ def _open_splits(options: Namespace) -> dict[str, ImageSource]:
     val_fraction = options.val_fraction
     names = splits_of(root)
     if val_fraction is not None and "val" in names:
-        raise ValueError(f"--val-fraction has no effect: --in {root} has a split val")
+        raise ValueError(
+            f"--val-fraction {val_fraction:g} has no effect: --in {root} has a split val"
+        )
     if not names and Path(root).is_dir():
         # A folder whose classes data.root does not guess, because one of them has the name of a split.
         splits: dict[str, ImageSource] = {"train": ImageFolder(root)}

@@ -28,7 +28,7 @@ from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
-from moh_vision.engine.ranks import say
+from moh_vision.engine.ranks import by_all, from_first, say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.creation import arguments_of
@@ -47,7 +47,8 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     batch_size = config.optim.batch_size
 
     # ---------------------------------------------------------------- data: images, latents, or images that a VAE encodes
-    name, arguments = name_and_arguments(config, "diffusion", config.fresh)
+    # The main process alone looks whether an earlier run is in the folder.
+    name, arguments = from_first(lambda: name_and_arguments(config, "diffusion", config.fresh))
     root = data_config.root
     img_size = data_config.img_size
     if not data_config.exact_order and holds_latents(root):
@@ -86,7 +87,10 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     decided["prediction"] = objective.prediction.tree()
     config.model.refuse_other(**decided)
     arguments |= decided
-    model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
+    # Every process reads the first weights or the checkpoint's shared heads; if one cannot, all end.
+    model_setup = by_all(
+        lambda: set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
+    )
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     encoder = None  # of clean images, for REPA

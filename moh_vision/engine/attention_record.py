@@ -6,14 +6,12 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 
-from accelerate.utils import gather_object
-
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as operators
-from moh_vision.common.errors import BUILD, MISTAKES
+from moh_vision.common.errors import BUILD
 from moh_vision.common.io import write_whole
 from moh_vision.engine.config import KEPT_KEYS
-from moh_vision.engine.ranks import attempt, by_main, from_first, say
+from moh_vision.engine.ranks import by_all, by_main, from_all, from_first, say
 
 RECORD = "attention.json"
 PATH, TABLE = KEPT_KEYS
@@ -58,30 +56,26 @@ class AttentionRecord:
     def settle(self, build: bool = False) -> list[str]:
         """Decide the settings; return `refused`. With `build`, first build missing operators for a CPU."""
         device = self.device
-        here: dict = {}  # what this process finds; later what the main process found
         operators.use(None)
+        stored = from_first(self._stored)
 
         def kept(key: str):
             if key in self.allowed:
                 return None
-            return here["stored"].get(key.removeprefix("attention."))
+            return stored.get(key.removeprefix("attention."))
 
-        def look():
-            here["stored"] = {}
-            if self.folder and (self.folder / RECORD).exists():
-                here["stored"] = _read(self.folder / RECORD)
+        def look() -> dict:
             # Build operators only when `build` says so, unless the user has set MOH_VISION_BUILD.
             os.environ.setdefault(BUILD, "later")
             if build and os.environ[BUILD] == "later" and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
-            here["path"] = operators.path(device)
-            here["line"] = operators.about(device)
-            here["off"] = measurement_table.measuring_is_off()
+            return dict(
+                path=operators.path(device),
+                line=operators.about(device),
+                off=measurement_table.measuring_is_off(),
+            )
 
-        problem = attempt(look, MISTAKES)
-        if problem:
-            raise ValueError(problem)
-        ranks = gather_object([here])
+        ranks = from_all(by_all(look))
         here = ranks[0]
         self.line = here["line"]
         self.refused = []
@@ -114,6 +108,12 @@ class AttentionRecord:
             except ValueError as error:  # the table was measured with another version or card
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
+
+    def _stored(self) -> dict:
+        """Return the settings in the folder's attention.json, {} if there is none."""
+        if self.folder and (self.folder / RECORD).exists():
+            return _read(self.folder / RECORD)
+        return {}
 
     def measure(
         self, make: Callable[[], tuple[dict, str]], folder: Path | None, accelerator

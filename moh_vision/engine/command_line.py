@@ -303,7 +303,7 @@ def _single(name: str, texts: list[str]) -> str:
 def _key_of(name: str, keys: dict[str, Key]) -> str:
     """Return the key that a name sets: for an entry of a mapping, such as model.kwargs.NAME, model.kwargs."""
     for mapping, known in keys.items():
-        if name.startswith(f"{mapping}.") and "mapping" in known.allowed:
+        if name.startswith(f"{mapping}.") and known.takes_mapping:
             return mapping
     return name
 

@@ -270,7 +270,13 @@ def largest_batch(loop, batch: dict, more: dict) -> str:
     if loop.accelerator.device.type == "cuda":
         found = largest_on_gpu(loop, do, present)
     else:
-        found = largest_by_growth(memory_limit(loop.accelerator.device), do, present)
+        before = peak_memory_mib()
+
+        def grow(samples: int) -> float:
+            do(samples)
+            return peak_memory_mib() - before
+
+        found = largest_by_growth(memory_limit(loop.accelerator.device), before, grow, present)
     shapes = " and ".join(
         dict.fromkeys(
             str(list(v.shape[1:])) for v in batch.values() if isinstance(v, Tensor) and v.dim() > 1
@@ -341,29 +347,27 @@ def largest_on_gpu(loop, do: Callable[[int], None], present: int) -> str:
 
 def largest_by_growth(
     limit: int | None,
-    do: Callable[[int], None],
+    before: float,
+    grow: Callable[[int], float],
     present: int,
-    peak: Callable[[], float] = peak_memory_mib,
 ) -> str:
     """Return what fits by the memory that a process grows with each sample: it would not survive a failure.
 
     Args:
         limit: bytes of memory; None: unknown.
-        do: does a step with a number of samples.
+        before: MiB of memory that the process has.
+        grow: does a step with a number of samples; returns by how many MiB the process has grown since `before`.
         present: samples of the micro-batches so far.
-        peak: returns the most memory that the process has had, in MiB.
     """
     if limit is None:
         return "not known on this device, whose memory cannot be read"
     room = limit / 2**20
-    before = peak()
     samples = present
     growth = 0.0
     # A doubled micro-batch adds less than the whole process has.
     while growth < ENOUGH_MIB and samples < MOST_SAMPLES and 2 * (before + growth) < room:
         samples *= 2
-        do(samples)
-        growth = peak() - before
+        growth = grow(samples)
     if growth < ENOUGH_MIB:
         # All of the process counts as if it were of samples: an upper bound of what one takes.
         least = samples + int((room - before - growth) / ((before + growth) / samples))

@@ -144,6 +144,11 @@ class Key(NamedTuple):
         return text
 
     @property
+    def takes_mapping(self) -> bool:
+        """Whether the value may be a mapping. Then an option or a line of a file may also set one entry, KEY.NAME."""
+        return dict in _alternatives(self.hint)
+
+    @property
     def allowed(self) -> str:
         """The key's type and limits in words."""
         return ", ".join(filter(None, (words_of(self.hint), self.limits)))
@@ -300,6 +305,14 @@ def as_type(hint: Any, value: Any) -> Any:
     elif hint is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     raise TypeError
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    """Return the types that a hint allows, without what they hold: [dict, NoneType] for dict[str, int] | None."""
+    origin = typing.get_origin(hint)
+    if origin in UNIONS:
+        return [one for inner in typing.get_args(hint) for one in _alternatives(inner)]
+    return [origin or hint]
 
 
 def words_of(hint: Any) -> str:

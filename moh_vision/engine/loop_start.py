@@ -15,7 +15,7 @@ from moh_vision.engine.compiling import compile_task
 from moh_vision.engine.config import EmaConfig, RunConfig
 from moh_vision.engine.keys import flat, keys_of
 from moh_vision.engine.logging import RunLog, open_tracker
-from moh_vision.engine.ranks import by_main, from_first, say
+from moh_vision.engine.ranks import by_all, by_main, from_first, say
 from moh_vision.engine.run_folder import OpenFolder
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
@@ -160,7 +160,7 @@ def make_schedule(optim, span: Span, changes: dict) -> partial:
 def restore(setup: RunSetup, span: Span, folder: OpenFolder, state: TrainingState) -> None:
     """Load the checkpoint that a run resumes from, then write the folder's records."""
     with setup.errors():
-        state.restore(span.checkpoint, say)
+        by_all(lambda: state.restore(span.checkpoint, say))
         by_main(folder.write_records, setup.accelerator)
         # Export again: the run may have been killed between writing this checkpoint and exporting its weights.
         finished = span.start == span.stop
@@ -172,7 +172,6 @@ def open_log(setup: RunSetup, span: Span, folder: Path, title: str, **log_option
     """Open metrics.jsonl and the configured tracker; see `RunLog`."""
     config = setup.config
     accelerator = setup.accelerator
-    accelerator.wait_for_everyone()  # all processes must have read metrics.jsonl before the main one rewrites it
     main = accelerator.is_main_process and not config.estimate  # an estimate logs nothing
     # Both trackers write into a folder of their own name.
     tracker_goes_on = (folder / str(config.tracker)).is_dir()

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from moh_vision.common.cli import with_value
 from moh_vision.engine.accelerator import make_accelerator
 
 
 def refuse_options(options: Sequence[str], why: str) -> None:
     """Raise ValueError if there are options where none has an effect; the message names the first, and says `why`."""
-    names = [option for option in options if option.startswith("--")]
-    if names:
-        raise ValueError(f"{names[0].partition('=')[0]} has no effect: {why}")
+    if options:
+        raise ValueError(f"{with_value(options)} has no effect: {why}")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from moh_vision.common import progress
-from moh_vision.common.errors import MISTAKES
+from moh_vision.common.errors import MISTAKES, message_of
 
 T = TypeVar("T")
 
@@ -24,14 +24,21 @@ def say(text: str) -> None:
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
     """Do `call` on every process; then return on each the message of the first process that failed, or None.
 
-    Only exceptions of `kinds` count as failures; others are raised at once. A thread needs its own process `group`.
+    The message names the process, unless it is the main one. Only exceptions of `kinds` count as failures; others are
+    raised at once. A thread needs its own process `group`.
     """
     problem = None
     try:
         call()
     except kinds as error:
-        problem = str(error) or repr(error)
-    return next((text for text in from_all(problem, group) if text), None)
+        problem = message_of(error)
+    for rank, text in enumerate(from_all(problem, group)):
+        if text is None:
+            continue
+        if rank > 0:
+            return f"process {rank}: {text}"
+        return text
+    return None
 
 
 def from_all(value: T, group=None) -> list[T]:
@@ -43,16 +50,26 @@ def from_all(value: T, group=None) -> list[T]:
     return values
 
 
-def by_main(call: Callable[[], None], accelerator) -> None:
+def by_all(make: Callable[[], T]) -> T:
+    """Do `make` on every process, and return each process's result.
+
+    If it raises one of MISTAKES on any process, every process raises ValueError with the message of `attempt`.
+    """
+    results: list = []
+    problem = attempt(lambda: results.append(make()), MISTAKES)
+    if problem:
+        raise ValueError(problem)
+    return results[0]
+
+
+def by_main(call: Callable[[], object], accelerator) -> None:
     """Do `call` on the main process only; if it raises one of MISTAKES, every process raises ValueError."""
 
     def work():
         if accelerator.is_main_process:
             call()
 
-    problem = attempt(work, MISTAKES)
-    if problem:
-        raise ValueError(problem)
+    by_all(work)
 
 
 def from_first(make: Callable[[], T]) -> T:

@@ -8,9 +8,9 @@ from pathlib import Path
 from moh_vision.common.io import LOCK, RUN_CONFIG, hidden_path, only_one, write_whole
 from moh_vision.engine.command_line import dump, load_tree
 from moh_vision.engine.logging import WANDB_ID, logged
-from moh_vision.engine.ranks import by_main, say
+from moh_vision.engine.ranks import by_main, from_first, say
 from moh_vision.engine.saver import check_writable
-from moh_vision.engine.step_folders import resume_point
+from moh_vision.engine.step_folders import refuse_other_views, resume_point
 
 IN_NO_RUN = {
     LOCK,
@@ -42,7 +42,10 @@ class OpenFolder:
 
 
 class RunFolder:
-    """A run's folder before it is open. The main process alone locks it and writes into it.
+    """A run's folder before it is open. The main process alone locks it, decides what it holds, and writes into it.
+
+    Every process makes one and calls every method: they follow the main process, because a network disk may show them
+    an older state of the folder.
 
     Args:
         output: the folder.
@@ -51,6 +54,9 @@ class RunFolder:
         held: releases the lock when it is closed.
         dry: neither lock nor write.
         builds: build missing attention operators for a CPU, which takes minutes.
+
+    Attributes:
+        goes_on: whether the folder holds a run that is not moved aside.
     """
 
     def __init__(
@@ -70,22 +76,22 @@ class RunFolder:
         self.held = held
         self.path = Path(output).resolve()
         self.saved = self.path / RUN_CONFIG
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the folder holds a run that is not moved aside."""
-        return self.saved.exists() and not self.fresh
+        self.goes_on = from_first(lambda: self.saved.exists() and not self.fresh)
 
     def lock_and_find_checkpoint(self, max_steps: int) -> tuple[int, Path] | None:
         """Lock the folder if it holds a run; return (step, folder) of the checkpoint to resume from, or None."""
 
-        def lock_it():
+        def lock_it() -> None:
             if self.saved.exists() and not self.dry:
                 check_writable(self.path)
                 self.held.enter_context(only_one(self.path, "--output"))
 
         by_main(lock_it, self.accelerator)
-        return resume_point(Path(self.output), max_steps, self.fresh, say)
+        found = from_first(lambda: resume_point(Path(self.output), max_steps, self.fresh, say))
+        if found is not None:
+            _, checkpoint = found
+            refuse_other_views([checkpoint])
+        return found
 
     def open(
         self, config: dict, changed: Callable, records: Sequence = (), attention=None, resumes=False
@@ -101,19 +107,14 @@ class RunFolder:
                 checkpoint: it may not fit a change that --allow-change lets pass.
         """
         folder = self.path
-        goes_on = self.goes_on  # read it before anything is moved or written
-        earlier = None
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--output {self.output} is a file")
-        if goes_on:
-            earlier = load_tree(self.saved)
-            self._compare(changed(earlier), records, attention)
-        elif folder.exists() and not self.fresh and {p.name for p in folder.iterdir()} - IN_NO_RUN:
-            raise ValueError(
-                f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
-            )
-        else:
-            self._settle(attention, build=True)
+        earlier = from_first(self._read)
+        differences = []
+        if earlier is not None:
+            differences = changed(earlier)
+        if attention:
+            differences += attention.settle(build=self.builds and not differences)
+        if earlier is not None:
+            by_main(lambda: self._compare(differences, records), self.accelerator)
         saved_records = list(records)
         if attention:
             saved_records.append(attention)
@@ -121,20 +122,32 @@ class RunFolder:
         if self.dry:
             by_main(lambda: check_writable(folder), self.accelerator)
             return opened
-        self.accelerator.wait_for_everyone()  # all processes have read the folder before one writes
-        by_main(lambda: self._make(locked=goes_on), self.accelerator)
+        self.accelerator.wait_for_everyone()  # no process is still reading a folder that is moved aside
+        by_main(lambda: self._make(locked=self.goes_on), self.accelerator)
         if not resumes:
             by_main(opened.write_records, self.accelerator)
         return opened
 
-    def _compare(self, differences: list[str], records: Sequence, attention) -> None:
-        """Refuse to resume a run whose configuration, records or log do not fit; see `open`.
+    def _read(self) -> dict | None:
+        """Return the configuration of the earlier run that goes on, None for a new run; refuse a folder of neither."""
+        folder = self.path
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--output {self.output} is a file")
+        if self.goes_on:
+            list(logged(folder / "metrics.jsonl"))  # raises ValueError if the file is not a log
+            return load_tree(self.saved)
+        if folder.exists() and not self.fresh and {p.name for p in folder.iterdir()} - IN_NO_RUN:
+            raise ValueError(
+                f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
+            )
+        return None
+
+    def _compare(self, differences: list[str], records: Sequence) -> None:
+        """Refuse to resume a run whose configuration or records do not fit; see `open`.
 
         If the run has done no step yet, it starts over with what has changed.
         """
         folder = self.path
-        list(logged(folder / "metrics.jsonl"))  # raises ValueError if the file is not a log
-        differences = differences + self._settle(attention, build=not differences)
         if not differences:
             for record in records:
                 record.check(folder, say)
@@ -147,12 +160,6 @@ class RunFolder:
             f"--output {self.output} holds a run with another configuration: {listed}. "
             "Take another folder, --allow-change KEY, or --fresh to move that run aside"
         )
-
-    def _settle(self, attention, build: bool) -> list[str]:
-        """Call `AttentionRecord.settle`, if there is a record; return the settings that it refuses."""
-        if attention is None:
-            return []
-        return attention.settle(build=build and self.builds)
 
     def _make(self, locked: bool) -> None:
         """Make the folder, and lock it unless it is `locked` already; with `fresh`, first move an earlier run aside."""

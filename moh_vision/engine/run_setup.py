@@ -24,7 +24,7 @@ from moh_vision.engine.estimate import check_estimate, steps_needed
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import imports_said, record_start
 from moh_vision.engine.optimizers import check_sharded
-from moh_vision.engine.ranks import by_main, say
+from moh_vision.engine.ranks import by_main, from_first, say
 from moh_vision.engine.run_folder import OpenFolder, RunFolder
 from moh_vision.engine.saver import SaveError
 from moh_vision.engine.signals import StopSignals
@@ -87,8 +87,9 @@ class RunSetup:
     def lock_and_find_steps(self, steps: int) -> Span:
         """Lock config.output if it holds a run; return which of the run's `steps` are left to do.
 
-        Raises ValueError if another process writes there, if there are checkpoints but none is whole, or if the run
-        has already done more than `steps`.
+        The main process decides, and the others follow. Raises ValueError if another process writes there, if there are
+        checkpoints but none is whole, if the run has already done more than `steps`, or if a process does not see the
+        checkpoint that the main process has chosen.
         """
         found = self.run_folder.lock_and_find_checkpoint(steps)
         if found is None:
@@ -127,7 +128,7 @@ class RunSetup:
             resumes=span.checkpoint is not None,
         )
         imports = {file: sha256_of(Path(file)) for file in config.imports}
-        for line in imports_said(folder.path, imports):
+        for line in from_first(lambda: imports_said(folder.path, imports)):
             say(line)
         if config.dry_run:
             say(description)

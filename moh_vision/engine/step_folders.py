@@ -5,16 +5,19 @@
     .step_200.gone    a checkpoint that is being deleted
 
 A checkpoint is written into a hidden folder, flushed, and renamed; only then are old checkpoints deleted. A run resumes
-from the newest checkpoint whose files match the sums in its step.json.
+from the newest checkpoint whose files match the sums in its step.json. The main process alone decides which one that is;
+a network disk may show another process an older state of the folder.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moh_vision.common.errors import reason_of
 from moh_vision.common.io import (
     TensorFiles,
     __version__,
@@ -24,6 +27,7 @@ from moh_vision.common.io import (
     hidden_path,
     sha256_of,
 )
+from moh_vision.engine.ranks import by_all, from_first
 
 FORMAT = 5
 RECORD = "step.json"
@@ -126,6 +130,39 @@ def resume_point(
     if latest and latest[0] > max_steps:
         raise ValueError(f"--max-steps {max_steps}: {run} has already done {latest[0]} steps")
     return latest
+
+
+def refuse_other_views(folders: Sequence[Path]) -> None:
+    """Raise ValueError on every process if any of them does not see the checkpoints that the main process has chosen.
+
+    A process compares step.json with that of the main process, and looks up the files that it names; it hashes none.
+    """
+    records = from_first(lambda: [(folder / RECORD).read_text() for folder in folders])
+
+    def look() -> None:
+        for folder, record in zip(folders, records, strict=True):
+            problem = _other_view(folder, record)
+            if problem:
+                host = socket.gethostname()
+                raise ValueError(
+                    f"{folder} is not on {host} what the main process sees, which goes on from it: {problem}. "
+                    "All processes must see the same folder: wait until a network disk shows it, or take a shared one"
+                )
+
+    by_all(look)
+
+
+def _other_view(folder: Path, record: str) -> str | None:
+    """Return how a checkpoint differs here from that of a process that has read `record`, or None if it does not."""
+    try:
+        if (folder / RECORD).read_text() != record:
+            return f"{RECORD} is another one"
+    except (OSError, ValueError) as error:
+        return f"{RECORD} is not readable ({reason_of(error)})"
+    missing = [name for name in json.loads(record)["sha256"] if not (folder / name).exists()]
+    if missing:
+        return f"{missing[0]} is missing"
+    return None
 
 
 def tidy(run: Path) -> None:

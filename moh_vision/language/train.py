@@ -20,7 +20,7 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.estimate import Fetched, estimate_cost
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
-from moh_vision.engine.ranks import say
+from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.run_setup import RunSetup, Span, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import whole_weights
@@ -102,7 +102,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         )
     micro_batches = config.optim.accumulation * accelerator.num_processes
     if checkpoint:
-        text.check(Path(config.output), micro_batches)
+        by_main(lambda: text.check(Path(config.output), micro_batches), accelerator)
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
     if config.init_from and not checkpoint:
         with advise_on_model_name(config.model.name):

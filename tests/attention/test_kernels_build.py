@@ -433,7 +433,7 @@ def test_a_gpu_on_which_triton_does_not_run(error, path, said, check, replaced, 
 
     replaced("pairs", pairs)
     problem = check.problem
-    monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(building, "fused_attention", lambda: "PyTorch's own attention is none")
     monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
     monkeypatch.setattr(building, "_runs_triton", building._runs_triton.__wrapped__)

@@ -207,7 +207,7 @@ def test_a_classifier_with_routed_mlps(trained, tmp_path, curve, refused):
     assert found["loss"] == pytest.approx(lines[0]["scores"][0]["loss"], abs=1e-5)
     argv = ["--output", tmp_path / "new.png", "--model.mlp_budget", "0.5"]
     error = refused("budget-curve", run, *argv)
-    assert_says(error, "model.mlp_budget effect --shares groups")
+    assert_says(error, "model.mlp_budget 0.5 effect --shares groups")
 
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve):

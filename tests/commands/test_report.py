@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from moh_vision.__main__ import main
@@ -18,7 +19,7 @@ from moh_vision.commands.runs import read_runs
 from moh_vision.commands.table import make_table
 from moh_vision.diffusion import train as train_dit
 from tests.support import small_runs
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse, refused
 
 VOID = {"meta", "img", "br"}
 
@@ -174,6 +175,24 @@ def test_translations_are_shown_alone_if_their_source_has_changed(runs, tmp_path
     page = page_of(tmp_path, tmp_path / "text")
     assert "(reference)" not in page.text
     assert (tmp_path / "text" / "translations.txt").read_text().splitlines()[0] in page.text
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["results.json", "metrics.jsonl", "confusion.json", "head_load.json", "environment.jsonl"],
+)
+def test_a_bad_file_of_the_last_run_is_refused_before_anything_is_drawn(
+    runs, tmp_path, capsys, monkeypatch, file
+):
+    shutil.copytree(runs["cls"], tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
+    (tmp_path / "run" / file).write_text('{"step": "x", "loss": []}\n["x"]\n')
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    argv = ["report", runs["dit"], runs["cls"], tmp_path / "run", "--output", tmp_path / "a.html"]
+    assert_says(refused(capsys, main, *argv), f"report {tmp_path}/run/{file}")
+    assert not drawn and not (tmp_path / "a.html").exists()
 
 
 def test_names_are_escaped(runs, tmp_path):

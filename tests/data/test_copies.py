@@ -90,8 +90,7 @@ def test_a_run_and_shards_say_it(tmp_path, capsys):
     assert_says(capsys.readouterr().out, f"--in {facts}")
 
 
-def test_few_images_are_read(tmp_path, monkeypatch):
-    """Training images of another size in bytes than those of the validation are none of them."""
+def test_images_of_other_sizes_are_not_read(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "data", train=30, val=8)
     for number in range(25):
         pixels = np.random.default_rng(number).integers(0, 255, (50 + number, 50, 3), np.uint8)
@@ -101,11 +100,38 @@ def test_few_images_are_read(tmp_path, monkeypatch):
     read = []
     read_of = train.read
     monkeypatch.setattr(train, "read", lambda index: read.append(index) or read_of(index))
-    assert copies.copies(train, val, look_at=5) == ([], 5)
+    assert copies.copies(train, val) == ([], 16)
     assert len(read) <= 60 and not any("large" in train.path(index) for index in read)
-    read.clear()
-    copies.copies(train, val, look_at=5, read=3)
-    assert len(read) <= 3
+
+
+class Numbers:
+    """A split of files of 8 bytes, the numbers of `values`; `read_from` has the indices that were read."""
+
+    def __init__(self, values):
+        self.values = values
+        self.read_from = []
+
+    def __len__(self):
+        return len(self.values)
+
+    def sizes(self):
+        return np.full(len(self.values), 8)
+
+    def read(self, index):
+        self.read_from.append(index)
+        return self.values[index].to_bytes(8, "big")
+
+
+def test_of_large_splits_some_images_are_read_evenly_spread():
+    train = Numbers(range(50_000))
+    val = Numbers(range(0, 50_000, 10))
+    pairs, looked_at = copies.copies(train, val)
+    assert looked_at == len(val.read_from) == copies.LOOKED_AT
+    assert len(train.read_from) == copies.MOST_READ
+    for split in (train, val):
+        assert (split.read_from[0], split.read_from[-1]) == (0, len(split) - 1)
+        assert max(np.diff(split.read_from)) - min(np.diff(split.read_from)) <= 1
+    assert (0, 0) in pairs and all(val.values[i] == train.values[j] for i, j in pairs)
 
 
 def test_a_picture_that_cannot_be_read_is_no_copy(tmp_path):

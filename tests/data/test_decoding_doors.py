@@ -146,7 +146,7 @@ def test_shards(roots, tmp_path, capsys):
     assert "images that were looked at" not in capsys.readouterr().out
     given = f"--in {roots}/stored --out {tmp_path}/new --workers 1"
     unchanged = refused(capsys, command, "shards", *f"{given} {OF_COMMANDS}".split())
-    assert_says(unchanged, "--colour-space --size unchanged")
+    assert_says(unchanged, "--colour-space srgb --size unchanged")
     # Files in shards keep their profiles: also a stream reads them with the keys.
     assert command(["shards", *given.split()]) == 0
     data = types.SimpleNamespace(

@@ -49,7 +49,7 @@ def test_ranks_and_accumulation_share_the_same_steps(world, accumulation):
 
 def test_indivisible_batch_is_refused():
     refuse("optim.batch_size 8 accumulation 3 processes 1", batches, accumulation=3)
-    refuse("no training samples 1", batches, shard_sizes=[])
+    refuse("shard_sizes 0 1", batches, shard_sizes=[])
 
 
 def test_evaluation_sees_each_sample_once():

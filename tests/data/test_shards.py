@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tarfile
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,7 +83,7 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     for split in ("train", "val"):
         write_folder(tmp_path / "split" / split)
     assert run(tmp_path / "split", tmp_path / "b", "--val-fraction", 0.1) == 2
-    assert_says(error_line(capfd), f"--val-fraction --in {tmp_path}/split split val")
+    assert_says(error_line(capfd), f"--val-fraction 0.1 --in {tmp_path}/split split val")
 
 
 @pytest.mark.parametrize("val", ["val", "validation"])
@@ -251,7 +253,7 @@ def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
     def gone(self, *_):
         raise OSError(5, "Input/output error", str(self))
 
-    monkeypatch.setattr(write_shards.Path, "read_bytes", gone)
+    monkeypatch.setattr(Path, "read_bytes", gone)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out", "--max-bad-fraction", 1) == 2
     assert_says(error_line(capfd), f"{tmp_path}/images/dog/01.png Input/output")
 
@@ -462,7 +464,7 @@ def test_mistakes_are_one_line(tmp_path, refused, case):
 
 
 def test_a_terminal_gets_a_bar(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
     assert "train: 100%" in capfd.readouterr().err
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from PIL import Image
 
 from moh_vision.classification import train as cls
 from moh_vision.common.io import hidden_path
-from moh_vision.data import shards
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
@@ -59,14 +59,16 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """A list of the files whose sha256 has been computed while shards were opened."""
+    """A list of the shards that have been hashed while they were opened."""
     files = []
+    digest = hashlib.file_digest
 
-    def sha256_of(path):
-        files.append(path.name)
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+    def noted(file, *rest):
+        if file.name.endswith(".tar"):
+            files.append(Path(file.name).name)
+        return digest(file, *rest)
 
-    monkeypatch.setattr(shards, "sha256_of", sha256_of)
+    monkeypatch.setattr(hashlib, "file_digest", noted)
     return files
 
 

@@ -107,8 +107,8 @@ def arriving(source, count, parts=1):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_connection_that_ends_early_is_resumed_at_its_byte(shards, capfd, monkeypatch, ranges):
-    monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
+def test_a_connection_that_ends_early_is_resumed_at_its_byte(shards, capfd, no_pauses, ranges):
+    no_pauses()
     data = (shards / "train-000000.tar").read_bytes()
     with served(shards, cut=1, ranges=ranges) as (url, requests):
         with contextlib.closing(StreamedFile(f"{url}/train-000000.tar", 5)) as file:
@@ -121,9 +121,9 @@ def test_a_connection_that_ends_early_is_resumed_at_its_byte(shards, capfd, monk
     assert capfd.readouterr().err == said
 
 
-def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch):
+def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, no_pauses):
     """The command breaks off in its first call only, when there is no file `once` yet."""
-    monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
+    no_pauses()
     shard = shards / "train-000000.tar"
     once = tmp_path / "once"
     url = f"pipe:test -e {once} && cat {shard} || {{ head -c 4000 {shard}; touch {once}; exit 3; }}"

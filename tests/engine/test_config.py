@@ -444,6 +444,11 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     assert config.model.kwargs == {"a": 1, "b": 1, "c": {"d": 3}}
 
 
+def test_a_list_of_mappings_has_no_entries_by_name():
+    argv = ["--model.name", "clm_base", "--data.mixture.root", "text"]
+    refuse("data.mixture.root data.mixture", parse, *argv, config_class=LanguageConfig)
+
+
 @pytest.mark.parametrize(
     "entries, facts",
     [

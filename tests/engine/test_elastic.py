@@ -5,14 +5,15 @@ import timm
 
 import moh_vision
 from moh_vision.__main__ import main
-from moh_vision.attention.budget import HEADS, BudgetError
+from moh_vision.attention import budgets_at
+from moh_vision.attention.budget import BudgetError
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands.runs import read_runs
 from moh_vision.commands.table import make_table
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 from moh_vision.models.head_load import HeadLoad
-from tests.support.refusals import refuse
+from tests.support.refusals import assert_says, refuse
 from tests.support.small_runs import arguments, logged, results, whole_and_resumed
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
@@ -129,19 +130,17 @@ def test_ranges_that_cannot_be(options, ends, facts):
     refuse(facts, ElasticBudget, small_model(**options), ends, seed=0)
 
 
-def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
-    """`BudgetError` holds its advice apart from its message, so the advice can be replaced whatever it says."""
-
-    def refuse_share(model, spec):
-        raise BudgetError(HEADS, "'0.5': too few", "take another one; give up")
-
-    monkeypatch.setattr("moh_vision.models.elastic.budgets_at", refuse_share)
-    with pytest.raises(ValueError) as error:
-        ElasticBudget(small_model(), (0.5, 1.0), seed=0)
-    assert str(error.value) == (
-        "budget_range [0.5, 1.0]: '0.5': too few; model.head_budget says how many heads are shared: "
-        "give the smallest share there"
-    )
+def test_the_advice_of_a_share_is_replaced_by_that_of_a_range():
+    """The advice for a single share does not fit the ends of a range."""
+    model = small_model(head_budget=0.9)
+    with pytest.raises(BudgetError) as of_share:
+        budgets_at(model, "0.2")
+    with pytest.raises(ValueError) as of_range:
+        ElasticBudget(model, (0.2, 1.0), seed=0)
+    message = str(of_range.value)
+    assert of_share.value.reason in message
+    assert of_share.value.advice and of_share.value.advice not in message
+    assert_says(message, "model.head_budget shared smallest")
 
 
 def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):

@@ -9,7 +9,9 @@ import shlex
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from moh_vision.common.progress import Progress
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.diffusion.objectives import OBJECTIVES
 from moh_vision.diffusion.schedulers import SAMPLERS
-from moh_vision.engine import accelerator, logging, loop_start
+from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.logging import (
     RunLog,
@@ -174,20 +176,48 @@ def test_a_finished_run_that_validates_again_sends_no_second_validation(tmp_path
     assert [entry["step"] for entry in entries(tmp_path)] == [6, 6]
 
 
-def test_the_same_command_on_a_finished_run_leaves_one_validation_in_its_tracker(
-    tmp_path, monkeypatch
-):
-    tracker = Tracker()
+class Writer:
+    """A SummaryWriter of tensorboard; `opened` has all of them."""
 
-    def open_fake(name, run, *_):
-        (run / name).mkdir(exist_ok=True)
-        return tracker
+    opened: list = []
 
-    monkeypatch.setattr(loop_start, "open_tracker", open_fake)
-    monkeypatch.setattr(accelerator, "check_tracker", lambda name: None)
+    def __init__(self, folder, **options):
+        Path(folder).mkdir(exist_ok=True)
+        self.folder = folder
+        self.options = options
+        self.scalars = []
+        self.opened.append(self)
+
+    def add_scalar(self, name, value, global_step):
+        self.scalars.append((name, global_step))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """Install a tensorboard that writes nothing; return the list of the writers that are opened."""
+    monkeypatch.setattr(Writer, "opened", [])
+    package = ModuleType("tensorboard")
+    package.__spec__ = ModuleSpec("tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    of_torch = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", of_torch)
+    monkeypatch.setattr(torch.utils, "tensorboard", of_torch, raising=False)
+    return Writer.opened
+
+
+def test_the_same_command_on_a_finished_run_leaves_one_validation_in_its_tracker(tmp_path, writers):
     for _ in range(2):
         main(arguments("cls", tmp_path / "run", 1, 1, "--tracker", "tensorboard"))
-    assert [step for step, values in tracker.got if "validation/top1" in values] == [1]
+    validations = [
+        [step for name, step in writer.scalars if name == "validation/top1"] for writer in writers
+    ]
+    assert validations == [[1], []]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_logs_its_beginning_once(tmp_path):
@@ -199,14 +229,14 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_logs_its_beginning_on
 
 
 @pytest.mark.parametrize("start, dropped", [(0, 0), (4, 5)])
-def test_tensorboard_drops_what_is_done_again(tmp_path, monkeypatch, start, dropped):
+def test_tensorboard_drops_what_is_done_again(tmp_path, writers, start, dropped):
     PartialState()
-    asked = []
-    fake = SimpleNamespace(SummaryWriter=lambda folder, **options: asked.append((folder, options)))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    monkeypatch.setattr(torch.utils, "tensorboard", fake, raising=False)
     open_tracker("tensorboard", tmp_path, start, "moh_vision dit", {}, True)
-    assert asked == [(str(tmp_path / "tensorboard"), {"purge_step": dropped})]
+    (writer,) = writers
+    assert (writer.folder, writer.options) == (
+        str(tmp_path / "tensorboard"),
+        {"purge_step": dropped},
+    )
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
@@ -232,7 +262,7 @@ def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
 
 
 def test_a_tracker_whose_package_is_missing(monkeypatch):
-    monkeypatch.setattr(logging, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     refuse("tracker wandb installed", check_tracker, "wandb")
 
 

@@ -579,10 +579,10 @@ def test_the_command(tmp_path, hours_pass, capsys):
         ([str(a), str(tmp_path / "c")], f"REFERENCE {tmp_path}/c"),
         ([str(a), str(b), "--batch-size", "0"], "--batch-size 0 1"),
         ([str(a), str(b), "--size", "0"], "--size 0 1"),
-        ([str(a), "--save-statistics", "s.npz", "--out", "x"], "--out --save-statistics"),
+        ([str(a), "--save-statistics", "s.npz", "--out", "x"], "--out x --save-statistics s.npz"),
         (
             [str(a), "--save-statistics", "s.npz", "--allow-biased"],
-            "--allow-biased --save-statistics",
+            "--allow-biased --save-statistics s.npz",
         ),
     ):
         assert_says(refused(capsys, main, *argv), facts)

@@ -30,6 +30,8 @@ def on_two_ranks(function, *args):
 
 def _on_a_rank(rank, port, function, args):
     _alone()
+    # As torchrun does; without it accelerate warns, on standard error, that it sets the number itself.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",

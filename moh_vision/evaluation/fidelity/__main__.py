@@ -71,10 +71,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError("give either REFERENCE, or --save-statistics FILE")
     options.decoding = Decoding.of(options, "--")
     for name in ("out", "allow_biased", "reference_split"):
-        if options.save_statistics and getattr(options, name):
-            raise ValueError(
-                f"--{name.replace('_', '-')} has no effect with --save-statistics, which scores nothing"
-            )
+        value = getattr(options, name)
+        if options.save_statistics and value:
+            option = f"--{name.replace('_', '-')}"
+            if value is not True:
+                option += f" {value}"
+            saved = f"--save-statistics {options.save_statistics}"
+            raise ValueError(f"{option} has no effect with {saved}, which scores nothing")
     for name in ("batch_size", "size"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -59,7 +59,7 @@ class MaskedBlocks(Dataset):
     ):
         if vocabulary.specials <= MASK:
             raise ValueError(
-                "a masked language model needs a vocabulary with <mask>; this one was made without"
+                f"data.tokenizer {vocabulary.where}: it has no <mask>, which a masked language model needs"
             )
         assert block >= 3
         self.tokens = tokens

@@ -65,7 +65,11 @@ class ParallelTokens(Dataset):
             self.left_out["subset"] = len(self.lines) - len(drawn)
             self.lines = np.sort(drawn)
         if not len(self.lines):
-            raise ValueError(f"no pairs are left: {self.summary()}")
+            names = f"{source.name} and {target.name}"
+            keys = f"data.max_length {max_length:g}, data.max_ratio {max_ratio:g}"
+            raise ValueError(
+                f"{names}: {self.summary()}; with {keys} none is left, expected 1 or more"
+            )
         self.lengths = lengths[self.lines]
 
     def __len__(self) -> int:

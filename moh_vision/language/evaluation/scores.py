@@ -13,8 +13,8 @@ from moh_vision.common.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.ranks import from_first, total
-from moh_vision.engine.step_folders import damage
+from moh_vision.engine.ranks import by_all, from_first, total
+from moh_vision.engine.step_folders import damage, refuse_other_views
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.config import GenerationConfig
@@ -91,10 +91,20 @@ def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     config = loop.config
     if config.average > 1:
         return _average_or_better(loop, validate)
-    if config.patience and (loop.folder / BEST).exists():
-        load_whole(loop.model, load_file(loop.folder / BEST))
+    if has_best(loop):
+        load_best(loop)
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
+
+
+def has_best(loop: TrainingLoop) -> bool:
+    """Return whether a run with `patience` has weights of its best validation; the main process looks."""
+    return loop.config.patience > 0 and from_first((loop.folder / BEST).exists)
+
+
+def load_best(loop: TrainingLoop) -> None:
+    """Load the weights of the best validation; collective."""
+    load_whole(loop.model, by_all(lambda: load_file(loop.folder / BEST)))
 
 
 def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
@@ -116,12 +126,12 @@ def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> d
     losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
     of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
     compared = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
-    if config.patience and (loop.folder / BEST).exists():
+    if has_best(loop):
         losses[BEST] = loop.best.value
         compared.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
     chosen = min(losses, key=losses.get)
     if chosen == BEST:
-        load_whole(loop.model, load_file(loop.folder / BEST))
+        load_best(loop)
     elif chosen != AVERAGED:
         load_whole(loop.model, last)
     loop.log.say(f"validation loss: {', '.join(compared)}; the scores are of {chosen}")
@@ -137,14 +147,10 @@ def average_checkpoints(
 
     All but the newest must be at multiples of `every` steps, so a run that was stopped between two saves gives the same
     weights as one that was not. Integer tensors, such as batch norm's counters, are those of the newest checkpoint.
+    Collective: the main process chooses the checkpoints.
     """
-    whole: dict[int, Path] = {}
-    for step, folder in by_age(run / "checkpoints"):
-        regular = not whole or step % every == 0
-        if regular and len(whole) < count and step not in whole and damage(folder, step) is None:
-            whole[step] = folder
-    if not whole:
-        raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
+    whole = from_first(lambda: newest_checkpoints(run, count, every))
+    refuse_other_views(list(whole.values()))
     averages = {}
     newest, *older = (TensorFiles(folder / "model.safetensors") for folder in whole.values())
     for name in newest.shapes:  # one tensor at a time in memory
@@ -154,6 +160,18 @@ def average_checkpoints(
             mean = values.double().mean(0).to(mean.dtype)
         averages[name] = mean
     return averages, list(whole)
+
+
+def newest_checkpoints(run: Path, count: int, every: int) -> dict[int, Path]:
+    """Return {steps done: folder} of the checkpoints that `average_checkpoints` takes, the newest first."""
+    whole: dict[int, Path] = {}
+    for step, folder in by_age(run / "checkpoints"):
+        regular = not whole or step % every == 0
+        if regular and len(whole) < count and step not in whole and damage(folder, step) is None:
+            whole[step] = folder
+    if not whole:
+        raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
+    return whole
 
 
 def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., dict]) -> dict:

@@ -109,9 +109,10 @@ def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
     assert len(MaskedBlocks(tokens, 4, vocabulary, 0)) == 2  # 3 + 3, and the eos left out
     assert len(MaskedBlocks(tokens, 5, vocabulary, 0)) == 2  # 4 + 3
     assert len(MaskedBlocks(tokens, 128, vocabulary, 0)) == 1
+    unmasked = train_vocabulary(["a"])
     refuse(
-        "masked vocabulary <mask>",
-        lambda: MaskedBlocks(tokens, 16, train_vocabulary(["a"]), 0),
+        f"data.tokenizer {unmasked.where} <mask> masked",
+        lambda: MaskedBlocks(tokens, 16, unmasked, 0),
     )
 
 

@@ -77,7 +77,7 @@ def test_mistakes():
         "data.max_tokens 30 39 data.max_length",
         lambda: batches(max_tokens=30),
     )
-    refuse("no training samples", lambda: batches(LENGTHS[:0]))
+    refuse("shard_sizes 0 1", lambda: batches(LENGTHS[:0]))
 
 
 def test_evaluation_takes_every_sentence_once():
@@ -120,7 +120,9 @@ def test_filters_are_those_of_the_papers(caches):
     even = ParallelTokens(*caches, max_ratio=1.5)  # 3:2 is within
     assert lines_of(even) == [0, 1] and even.left_out["ratio"] == 3
     assert "2 of 6 pairs (left out: 1 empty, 3 ratio)" == even.summary()
-    refuse("no pairs 0 6 1 empty 5", lambda: ParallelTokens(*caches, max_length=0))
+    names = " ".join(tokens.name for tokens in caches)
+    facts = f"{names} 0 6 pairs 1 empty 5 data.max_length 0 data.max_ratio 1"
+    refuse(facts, ParallelTokens, *caches, max_length=0)
 
 
 def test_shares_are_nested(caches):
