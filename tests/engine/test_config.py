@@ -425,7 +425,9 @@ def test_the_recipe_of_jit(name):
     assert config.model.name.removeprefix("moh_") == name and config.model.kwargs == kwargs
     assert_values(config.preview, sampler="heun", steps=50, cfg_scale=cfg_scale)
     assert config.preview.cfg_interval == (0.0, 0.9)  # 0.1 to 1 in JiT's time
-    assert_values(config.flow, predict="x", loss="velocity", location=0.8, spread=0.8, noise_scale=noise_scale)
+    assert_values(
+        config.flow, predict="x", loss="velocity", location=0.8, spread=0.8, noise_scale=noise_scale
+    )
     assert_values(config.optim, lr=2e-4, batch_size=1024, betas=(0.9, 0.95), weight_decay=0.0)
     assert (config.data.img_size, config.label_drop, config.ema.decay) == (img_size, 0.1, 0.9999)
 
