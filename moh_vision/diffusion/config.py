@@ -112,6 +112,10 @@ class Guided(Section):
         text = f"guidance {self.cfg_scale:g}"
         if self.guide:
             text += f", {self.guide_scale:g} away from {self.guide}"
+        low, high = self.cfg_interval
+        is_guided = self.cfg_scale != 1 or self.guide
+        if is_guided and (low, high) != (0, 1):
+            text += f" between {low:g} and {high:g} of the timesteps"
         return text
 
 
@@ -133,6 +137,10 @@ class DrawConfig(Guided, needs=".every", free=True):
     """A weak model to guide away from; see sample.py."""
     guide_scale: float = key(1.0, ge=0, needs=".guide")
     """Scale of autoguidance; 1: none."""
+    cfg_interval: tuple[float, float] = key(
+        (0.0, 1.0), ge=0, le=1, rising=True, needs=".cfg_scale!=1 or .guide"
+    )
+    """The fractions of the timesteps between which guidance is applied; see sample.py."""
     seed: int = key(0, ge=0, le=MAX_SEED)
     """Seed of the noise."""
 
@@ -191,6 +199,7 @@ class ScoreConfig(DrawConfig, section="score"):
             "cfg_scale",
             "guide",
             "guide_scale",
+            "cfg_interval",
             "seed",
             "extractor",
             "inception_weights",

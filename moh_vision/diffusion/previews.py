@@ -92,7 +92,9 @@ class Samples:
             raise ValueError(
                 f"{said} needs classes, and the images have none: set 1, for no guidance"
             )
-        self.guidance = Guidance(config.cfg_scale, weak_scale=config.guide_scale)
+        self.guidance = Guidance(
+            config.cfg_scale, interval=tuple(config.cfg_interval), weak_scale=config.guide_scale
+        )
         self.decode = decode
         self.sampler = config.sampler_for(model.prediction)
         on_pixels = inputs.space is None
@@ -147,7 +149,9 @@ class Samples:
         weak = weak_predict(model, self.weak)
         guided = self.guidance.around(partial(predicted, model), labels, len(self.names), weak)
         noise = torch.randn(len(labels), *shape_of(model)).to(labels.device)
-        step = partial(guided, noise, torch.tensor(NUM_TIMESTEPS / 2))
+        # In the middle of the interval, so that the step is a guided one.
+        timestep = torch.tensor(NUM_TIMESTEPS * sum(self.guidance.interval) / 2)
+        step = partial(guided, noise, timestep)
         return [(all_that_predicts(model, self.weak), step)]
 
     def announce(self, log, batches: int) -> Callable:
@@ -268,6 +272,7 @@ class Scores(Samples):
             steps=None if step_count(self.scheduler) is None else config.steps,
             cfg_scale=config.cfg_scale,
             guide_channels=Guidance().guided(model.config.in_channels),
+            cfg_interval=list(config.cfg_interval),
             seed=config.seed,
         )
         if config.guide:

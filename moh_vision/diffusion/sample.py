@@ -312,13 +312,7 @@ class Drawing:
     @property
     def sampling_text(self) -> str:
         """Sampler, steps and guidance in words, for messages and records."""
-        config = self.config
-        low, high = config.cfg_interval
-        text = f"{config.sampler_in_words}, {config.guidance}"
-        is_guided = config.cfg_scale != 1 or config.guide
-        if is_guided and (low, high) != (0, 1):
-            text += f" between {low:g} and {high:g} of the timesteps"
-        return text
+        return f"{self.config.sampler_in_words}, {self.config.guidance}"
 
     def record(self) -> dict:
         """Return what scores.json says about how the images were made: protocol, sampling and versions."""

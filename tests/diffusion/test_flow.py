@@ -79,6 +79,40 @@ def test_whatever_is_predicted_the_loss_is_in_velocity(predict, slowed):
     torch.testing.assert_close(for_one_timestep[2], velocity[2])
 
 
+@pytest.mark.parametrize("predict", ["velocity", "x", "noise"])
+@pytest.mark.parametrize("compared", ["velocity", "x", "noise"])
+def test_what_the_loss_compares(predict, compared):
+    """The nine cells of table 1 of Li and He 2025, in whose time 0 is the noise; divisors are at least 0.05."""
+    loss = FlowMatchingLoss(predict, noise_scale=2.0, loss=compared)
+    ours = torch.tensor([20, 50, 600, 960, 990.0], dtype=torch.float64)
+    x0, unit_noise, network = torch.randn(3, 5, 2, 4, 4, dtype=torch.float64)
+    z = loss.add_noise(x0, unit_noise, ours)
+    t = (1 - ours / 1000).view(-1, 1, 1, 1)
+    to_image, to_noise = t.clamp(min=0.05), (1 - t).clamp(min=0.05)
+
+    def cell(predicted):
+        """What a cell makes of the network's output. The velocity of the paper runs from the noise to the image."""
+        return {
+            ("x", "x"): predicted,
+            ("x", "noise"): (z - t * predicted) / to_noise,
+            ("x", "velocity"): (predicted - z) / to_noise,
+            ("noise", "x"): (z - (1 - t) * predicted) / to_image,
+            ("noise", "noise"): predicted,
+            ("noise", "velocity"): (z - predicted) / to_image,
+            ("velocity", "x"): (1 - t) * -predicted + z,
+            ("velocity", "noise"): z - t * -predicted,
+            ("velocity", "velocity"): -predicted,
+        }[predict, compared]
+
+    exact = predictions(x0, 2 * unit_noise)[predict]
+    want = (cell(network) - cell(exact)).square().flatten(1).mean(1)
+    terms = loss(to_velocity(predict, network, z, ours), x0, z, unit_noise, ours)
+    torch.testing.assert_close(terms["loss"], want)
+    velocities = FlowMatchingLoss(predict, noise_scale=2.0)
+    same = velocities(to_velocity(predict, network, z, ours), x0, z, unit_noise, ours)
+    assert torch.equal(terms["mse"], same["loss"])
+
+
 @pytest.mark.parametrize(
     "arguments, quantiles",  # at 0.1587, 0.5 and 0.8413: one standard deviation of a normal to either side
     [
@@ -151,6 +185,7 @@ def test_objectives_of_configurations():
         (dict(objective="flow", flow=dict(shift="2")), "flow.shift '2' above 0"),
         (dict(min_snr_gamma="5"), "min_snr_gamma '5' above 0"),
         (dict(objective="flow", flow=dict(predict="v")), "flow.predict 'v' velocity x noise"),
+        (dict(objective="flow", flow=dict(loss="v")), "flow.loss 'v' velocity x noise"),
         (dict(objective="flow", flow=dict(spread=0)), "flow.spread 0 above"),
         (dict(objective="flow", flow=dict(location=math.inf)), "flow.location inf above -inf"),
     ):

@@ -73,11 +73,14 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
     plain = draw(pipe, [3, 4], 8, 9, **options)
     assert torch.equal(few, by_hand(2, (0.1, 0.8))) and not torch.equal(few, plain)
     assert torch.equal(plain, by_hand(2, (0.1, 0.8), guide_scale=1.0))
-    config = PreviewConfig(every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, **guide)
     inputs = SimpleNamespace(source=SimpleNamespace(classes=list("abcdefg")), space=None)
-    previews = Previews(config, inputs, pipe.transformer)
-    preview = previews.sample(pipe.transformer, range(3, 5))
-    assert torch.equal(preview, to_uint8(by_hand(None, (0, 1))))
+    asked = dict(every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, **guide)
+    for interval in ((0.0, 1.0), (0.1, 0.8)):
+        config = PreviewConfig(**asked, cfg_interval=interval)
+        previews = Previews(config, inputs, pipe.transformer)
+        preview = previews.sample(pipe.transformer, range(3, 5))
+        assert torch.equal(preview, to_uint8(by_hand(None, interval)))
+        assert ("between 0.1 and 0.8" in config.guidance) == (interval[0] > 0)
     if scale == 1:  # 7 is no class
         assert not torch.equal(
             draw(pipe, [7], 8, **guide, **options), draw(pipe, [7], 8, **options)

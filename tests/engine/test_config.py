@@ -1,5 +1,6 @@
 """Configurations: options and files, mistakes in them, and the values of those that ship with the package."""
 
+import itertools
 import shlex
 from operator import attrgetter
 
@@ -14,6 +15,7 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.keys import changed_keys
 from moh_vision.language.config import LanguageConfig
 from moh_vision.models.creation import create
+from moh_vision.models.prediction import PREDICTS
 from tests.support.paths import ROOT
 from tests.support.refusals import assert_says, one_line, refuse
 
@@ -410,19 +412,44 @@ JIT = {  # scale of guidance, noise_scale, side of the images, further arguments
     "jit_large_patch16_75": (2.4, None, 256, None),
     "jit_huge_patch16": (2.2, None, 256, dict(middle_dropout=0.2)),
     "jit_base_patch32": (2.9, 2.0, 512, None),
+    "jit_large_patch32": (2.5, 2.0, 512, None),
+    "jit_huge_patch32": (2.3, 2.0, 512, dict(middle_dropout=0.2)),
 }
 
 
 @pytest.mark.parametrize("name", JIT)
 def test_the_recipe_of_jit(name):
-    """The keys are those of JiT's released training script (Li and He 2025)."""
+    """The keys are those of JiT's released training script and README (Li and He 2025)."""
     cfg_scale, noise_scale, img_size, kwargs = JIT[name]
     config = parse("--config", f"dit/{name}", config_class=DitConfig)
     assert config.model.name.removeprefix("moh_") == name and config.model.kwargs == kwargs
     assert_values(config.preview, sampler="heun", steps=50, cfg_scale=cfg_scale)
-    assert_values(config.flow, predict="x", location=0.8, spread=0.8, noise_scale=noise_scale)
+    assert config.preview.cfg_interval == (0.0, 0.9)  # 0.1 to 1 in JiT's time
+    assert_values(
+        config.flow, predict="x", loss="velocity", location=0.8, spread=0.8, noise_scale=noise_scale
+    )
     assert_values(config.optim, lr=2e-4, batch_size=1024, betas=(0.9, 0.95), weight_decay=0.0)
     assert (config.data.img_size, config.label_drop, config.ema.decay) == (img_size, 0.1, 0.9999)
+
+
+def test_the_nine_cells_of_jits_ablation():
+    """The cells of table 2a of Li and He 2025 differ in prediction and loss alone."""
+    cells = {}
+    for predict, loss in itertools.product(PREDICTS, PREDICTS):
+        name = f"jit_ablation_{predict}_{loss}"
+        tree = parse("--config", f"dit/{name}", config_class=DitConfig).tree()
+        assert tree.pop("output") == f"runs/dit/{name}"
+        assert (tree["flow"].pop("predict"), tree["flow"].pop("loss")) == (predict, loss)
+        cells[name] = tree
+    first, *others = cells.values()
+    assert len(others) == 8 and all(other == first for other in others)
+    jit = parse("--config", "dit/jit_base_patch16", config_class=DitConfig).tree()
+    assert first["preview"].pop("cfg_interval") != jit["preview"].pop("cfg_interval")
+    model = first.pop("model")
+    for section in set(first) - {"flow"}:
+        assert first[section] == jit[section]
+    block = dict(norm_layer="rmsnorm", swiglu_mlp=True)
+    assert (model["name"], model["patch_size"], model["kwargs"]) == ("dit_base_patch2", 16, block)
 
 
 def test_what_a_file_takes_from_its_base(tmp_path):

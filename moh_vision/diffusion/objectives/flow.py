@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moh_vision.diffusion.objectives.contract import NUM_TIMESTEPS, Objective
 from moh_vision.engine.keys import Section, key
-from moh_vision.models.prediction import LINEAR, PREDICTS, Prediction, to_velocity
+from moh_vision.models.prediction import LEAST, LINEAR, PREDICTS, Prediction, to_velocity
 
 TIMESTEPS = ("uniform", "logit-normal")
 
@@ -22,8 +22,11 @@ class FlowConfig(Section, section="flow"):
     """Flow matching, objective flow; see `moh_vision.diffusion.objectives.FlowMatchingLoss`."""
 
     predict: Literal["velocity", "x", "noise"] = key("velocity")
-    """What the network predicts; "x", the image, learns from large patches of pixels (JiT, Li and He 2025). The loss and
-    the samplers see its velocity."""
+    """What the network predicts; "x", the image, learns from large patches of pixels (JiT, Li and He 2025). Samplers see
+    its velocity."""
+    loss: Literal["velocity", "x", "noise"] = key("velocity")
+    """What the loss compares: the velocity, the image or the noise that follow from the prediction, with the true ones
+    (Li and He 2025, table 1). JiT: velocity."""
     timesteps: Literal["uniform", "logit-normal"] = key("uniform")
     """How times are drawn from 0 (clean) to 1 (noise): "uniform", or "logit-normal", more of them in between."""
     location: float = key(0.0, ge=-10, le=10, needs=".timesteps=logit-normal")
@@ -61,7 +64,7 @@ def shifted(t, shift: float):
 
 
 class FlowMatchingLoss(Objective):
-    """Squared error of the velocity on the straight path from an image to noise, per image.
+    """Squared error of the velocity on the straight path from an image to noise, or of its ends, per image.
 
     x_t = (1 - t) x_0 + t eps, with the velocity dx_t / dt = eps - x_0 as target (the linear interpolant of Ma
     2024; Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). Models and schedulers get 1000 t.
@@ -76,6 +79,8 @@ class FlowMatchingLoss(Objective):
         shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
         noise_scale: standard deviation of eps. Larger images need more noise to hide as much of them: 2 in JiT's models
             of 512 pixels.
+        loss: whose squared error "loss" is, one of `PREDICTS` (Li and He 2025, table 1): "velocity", "x" for x_0, or
+            "noise" for eps. "mse" is the velocity's in any case.
     """
 
     prediction = Prediction(LINEAR, "velocity")
@@ -89,10 +94,12 @@ class FlowMatchingLoss(Objective):
         spread: float = 1.0,
         shift: float = 1.0,
         noise_scale: float = 1.0,
+        loss: str = "velocity",
     ):
         super().__init__()
         for name, text, allowed in (
             ("predict", predict, PREDICTS),
+            ("loss", loss, PREDICTS),
             ("timesteps", timesteps, TIMESTEPS),
         ):
             if text not in allowed:
@@ -105,6 +112,7 @@ class FlowMatchingLoss(Objective):
         ):
             if not (isinstance(number, (int, float)) and above < number < math.inf):
                 raise ValueError(f"flow.{name} {number!r} is out of range: above {above}")
+        self.loss = loss
         self.prediction = Prediction(LINEAR, predict, noise_scale, shift)
         self.draw = partial(
             draw_time, sampling=timesteps, shift=shift, location=location, spread=spread
@@ -128,10 +136,27 @@ class FlowMatchingLoss(Objective):
         t = (t / NUM_TIMESTEPS).to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))  # [B, 1, 1, 1]
         return (1 - t) * x0 + t * (self.prediction.noise_scale * noise)
 
+    def weighted(self, squared_error: Tensor, t: Tensor) -> Tensor:
+        """Return squared errors [B] of velocities at t [B], 0 .. 1000, as those of what `loss` names.
+
+        At a given x_t the image is x_t - t v and the noise x_t + (1 - t) v, so an error of the velocity is t or 1 - t times
+        as large in them. What the network itself predicts was divided by max(t, 0.05) or max(1 - t, 0.05) to become a
+        velocity, and is multiplied by the same.
+        """
+        if self.loss == "velocity":
+            return squared_error
+        t = (t / NUM_TIMESTEPS).to(squared_error.dtype)
+        scale = t
+        if self.loss == "noise":
+            scale = 1 - t
+        if self.loss == self.prediction.predict:
+            scale = scale.clamp(min=LEAST)
+        return scale.square() * squared_error
+
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return the loss of a predicted velocity: loss and mse, equal [B] tensors.
+        """Return loss, of what `self.loss` names, and mse, of the velocity, [B] each.
 
         Args:
             output: velocity [B, C, h, w].
@@ -144,4 +169,4 @@ class FlowMatchingLoss(Objective):
         exact_prediction = dict(velocity=eps - x0, x=x0, noise=eps)[predict]
         target = to_velocity(predict, exact_prediction, xt, t)
         mse = (output - target).square().flatten(1).mean(1)  # [B]
-        return dict(loss=mse, mse=mse)
+        return dict(loss=self.weighted(mse, t), mse=mse)
