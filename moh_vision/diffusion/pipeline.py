@@ -21,6 +21,7 @@ from moh_vision.diffusion import flow_ode, flow_sde, sampling, schedulers  # noq
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance
+from moh_vision.models.dit_caches import FIRST_BLOCK, TAYLOR
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -153,14 +154,17 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"guide_scale {guide_scale:g} {given}: expected a weak model and a scale other than 1, or neither"
             )
-        call = graphs or sampling.predicted
-        weak = sampling.weak_predict(self.transformer, guide, call=call)
+        weak_call = sampling.within_cache(graphs or sampling.predicted, "weak")
+        weak = sampling.weak_predict(self.transformer, guide, call=weak_call)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
         generators = _one_per_image(generator, len(labels))
         scheduler = schedulers.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
         schedulers.set_steps(scheduler, num_inference_steps)
+        for model in (self.transformer, guide):
+            self._check_cache(model, scheduler, graphs)
+        call = sampling.within_cache(graphs or sampling.predicted, "model")
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
             self._predict(on_routing, call), labels, self.transformer.config.num_classes, weak
@@ -264,6 +268,25 @@ class MoHDiTPipeline(DiffusionPipeline):
                 f"the VAE has {space.downsampling} pixels to the side of a latent, the transformer was trained with {trained}"
             )
         self.register_to_config(downsampling=space.downsampling)
+
+    def _check_cache(
+        self, model: Any, scheduler: SchedulerMixin, graphs: Callable[..., Tensor] | None
+    ) -> None:
+        """Refuse a cache of diffusers in the model or its guide that cannot work in this sampling."""
+        if not getattr(model, "is_cache_enabled", False):
+            return
+        name = type(model._cache_config).__name__
+        if graphs is not None:
+            raise ValueError(
+                f"graphs: a graph replays all blocks, and {name} decides in each step which blocks run; call disable_cache() "
+                "or give no graphs"
+            )
+        one_pass_a_step = schedulers.step_count(scheduler) is not None and scheduler.order == 1
+        if name == TAYLOR and not one_pass_a_step:
+            raise ValueError(
+                f"{name} takes passes for steps of one length, and {type(scheduler).__name__} makes passes at other times: "
+                f"{FIRST_BLOCK} works"
+            )
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
         """Refuse an output type or a callback input that this pipeline does not have."""
