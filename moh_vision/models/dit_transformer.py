@@ -294,6 +294,16 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
     _supports_gradient_checkpointing = True
     _no_split_modules = ["DiTBlock"]
     _repeated_blocks = ["DiTBlock"]
+    # What diffusers' DiT keeps too, and routers, whose choices change with small errors. Weights of bfloat16 and wider stay.
+    _skip_layerwise_casting_patterns = [
+        "x_embedder",
+        "x_widen",
+        "t_embedder",
+        "y_embedder",
+        "norm",
+        "adaLN_modulation",
+        "router",
+    ]
 
     @register_to_config
     def __init__(  # noqa: PLR0913
@@ -520,6 +530,24 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
         if problem:
             raise ValueError(problem)
         super().enable_cache(config)
+
+    def enable_layerwise_casting(
+        self,
+        storage_dtype: torch.dtype = torch.float8_e4m3fn,
+        compute_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        """Keep weights of linear layers in few bits between their calls, see diffusers' `ModelMixin`.
+
+        Args:
+            storage_dtype: of the weights between calls.
+            compute_dtype: of the products; None: the model's. What is not stored in few bits is cast to it too, once:
+                a layer takes no tokens of another dtype than its own.
+            **options: see diffusers.
+        """
+        if compute_dtype is not None and compute_dtype != self.dtype:
+            nn.Module.to(self, compute_dtype)  # diffusers' own `to` warns of casts
+        super().enable_layerwise_casting(storage_dtype, compute_dtype, **options)
 
     def _check_inputs(self, hidden_states: Tensor, timestep: Tensor) -> None:
         """Raise ValueError for inputs of another size; warn of timesteps that seem to go from 0 to 1."""

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
+from diffusers import (
+    DiTTransformer2DModel,
+    FirstBlockCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 from diffusers.hooks import apply_first_block_cache
 from diffusers.hooks.taylorseer_cache import apply_taylorseer_cache
 from diffusers.models.cache_utils import CacheMixin
@@ -286,3 +291,104 @@ def test_what_a_cache_cannot_do_in_a_pipeline_is_refused():
         pipe = MoHDiTPipeline(model, make_scheduler(sampler, 4, False, clip=False))
         model.enable_cache(TaylorSeerCacheConfig(cache_identifiers=BLOCKS))
         refuse("TaylorSeerCacheConfig steps FirstBlockCacheConfig", pipe, [1], 1.0)
+
+
+# ---- weights that are stored in float8
+
+
+def predict(model, time=500):
+    """Return a model's prediction of one input, with gradients off."""
+    size = model.config.sample_size
+    x = torch.randn(2, 4, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(x.to(model.dtype), torch.tensor([time] * 2), LABELS).sample
+
+
+def stored_in(model, dtype):
+    return {
+        name.removesuffix(".weight") for name, p in model.named_parameters() if p.dtype == dtype
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layerwise_casting_is_that_of_diffusers_dit(dtype):
+    """The layers of blocks and the last linear layer are stored in float8, in both models."""
+    theirs, ours = as_twins()
+    theirs.to(dtype)
+    ours.to(dtype)
+    plain = predict(ours)
+    # diffusers would also cast the modulation of the last layer, but not those of the blocks.
+    theirs.enable_layerwise_casting(skip_modules_pattern=("pos_embed", "norm", "proj_out_1"))
+    ours.enable_layerwise_casting()
+    layers = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
+    expected = {f"blocks.{number}.{layer}" for number in range(3) for layer in layers}
+    weights = {name for name in stored_in(ours, torch.float8_e4m3fn) if not name.endswith("bias")}
+    assert weights == {*expected, "final_layer.linear"}
+    cast = predict(ours)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(cast, predict(theirs), rtol=tolerance, atol=tolerance)
+    assert not torch.equal(cast, plain)
+
+
+@pytest.mark.parametrize("options", WITH_HEADS.values(), ids=WITH_HEADS)
+def test_layerwise_casting_computes_with_the_rounded_weights_and_keeps_routers(options):
+    """The output is that of a model whose weights were rounded to float8, so no operator reads stored weights."""
+    model = transformer(**options)
+    rounded = transformer(**options)
+    model.enable_layerwise_casting()
+    names = stored_in(model, torch.float8_e4m3fn)
+    assert not any("router" in name for name in names) and "blocks.0.attn.qkv" in names
+    with torch.no_grad():
+        for name, parameter in rounded.named_parameters():
+            if name.removesuffix(".weight") in names:
+                parameter.copy_(parameter.to(torch.float8_e4m3fn))
+    torch.testing.assert_close(predict(model), predict(rounded), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", WITH_HEADS.values(), ids=WITH_HEADS)
+def test_a_float32_model_computes_in_bfloat16_if_asked(options):
+    """As a bfloat16 model with the same weights; before, a float32 token met a bfloat16 weight."""
+    model = transformer(**options)
+    model.enable_layerwise_casting(compute_dtype=torch.bfloat16)
+    other = transformer(**options).to(torch.bfloat16)
+    other.enable_layerwise_casting()
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(predict(model), predict(other))
+
+
+# ---- blocks that are compiled one by one
+
+
+@pytest.mark.parametrize("options", WITH_HEADS.values(), ids=WITH_HEADS)
+def test_repeated_blocks_compile_each_by_itself(options):
+    model = deeper(**options)
+    plain = predict(model)
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model.compile_repeated_blocks(backend=backend)
+    torch.testing.assert_close(predict(model), plain, rtol=1e-5, atol=1e-5)
+    assert compiled
+
+
+def test_repeated_blocks_compile_as_in_diffusers_dit():
+    """Blocks of equal sizes share one graph; the first block of diffusers' DiT gets its tokens in another layout."""
+    graphs = {}
+    for model in as_twins():
+        plain = predict(model)
+        compiled = []
+
+        def backend(graph, inputs, compiled=compiled):
+            compiled.append(graph)
+            return graph.forward
+
+        if not model._repeated_blocks:  # diffusers names those of its newer models alone
+            model._repeated_blocks = ["BasicTransformerBlock"]
+        torch.compiler.reset()
+        model.compile_repeated_blocks(backend=backend, fullgraph=True)
+        torch.testing.assert_close(predict(model), plain, rtol=1e-5, atol=1e-5)
+        graphs[type(model)] = len(compiled)
+    assert graphs[MoHDiTTransformer2DModel] == 1 and graphs[DiTTransformer2DModel] == 2
