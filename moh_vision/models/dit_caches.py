@@ -7,6 +7,11 @@ returned, in earlier steps. diffusers looks for what it can put a hook around; w
 import re
 from typing import Any
 
+from diffusers.hooks import HookRegistry
+from diffusers.hooks.pyramid_attention_broadcast import (
+    _PYRAMID_ATTENTION_BROADCAST_HOOK,
+    PyramidAttentionBroadcastHook,
+)
 from torch import nn
 
 from moh_vision.attention.routed_layer import RoutedLayer
@@ -14,7 +19,8 @@ from moh_vision.attention.routers.base import Router
 
 FIRST_BLOCK = "FirstBlockCacheConfig"
 TAYLOR = "TaylorSeerCacheConfig"
-FITTING = (FIRST_BLOCK, TAYLOR)
+BROADCAST = "PyramidAttentionBroadcastConfig"
+FITTING = (FIRST_BLOCK, TAYLOR, BROADCAST)
 WHOLE_BLOCKS = r"cache_identifiers=[r'blocks\.\d+']"
 
 
@@ -30,6 +36,8 @@ def why_no_cache(model: nn.Module, config: Any) -> str | None:
         return why_no_first_block_cache(model)
     if name == TAYLOR:
         return why_no_taylor_cache(model, config)
+    if name == BROADCAST:
+        return why_no_broadcast(config)
     return (
         f"{name} does not fit {type(model).__name__}, in whose layers it finds nothing to cache or counts steps wrongly: "
         f"expected {' or '.join(FITTING)}"
@@ -80,6 +88,40 @@ def why_no_taylor_cache(model: nn.Module, config: Any) -> str | None:
             "among the cache_identifiers alone"
         )
     return None
+
+
+def why_no_broadcast(config: Any) -> str | None:
+    """Return why attention would never be reused."""
+    others = (
+        config.temporal_attention_block_skip_range,
+        config.cross_attention_block_skip_range,
+    )
+    if config.spatial_attention_block_skip_range is None and others != (None, None):
+        return (
+            f"{BROADCAST}: all attention of a DiT is spatial, and spatial_attention_block_skip_range is None: "
+            "give 2 or more"
+        )
+    return None
+
+
+def broadcast_attention(model: nn.Module, config: Any) -> None:
+    """Put the hooks of Pyramid Attention Broadcast around a model's attention layers, as it asks of layers of other classes.
+
+    Args:
+        model: a `MoHDiTTransformer2DModel`, for which diffusers' `enable_cache` has checked and completed `config`.
+        config: a PyramidAttentionBroadcastConfig.
+    """
+    for number, block in enumerate(model.blocks):
+        name = f"blocks.{number}.attn"
+        if not any(re.search(part, name) for part in config.spatial_attention_block_identifiers):
+            continue
+        hook = PyramidAttentionBroadcastHook(
+            config.spatial_attention_timestep_skip_range,
+            config.spatial_attention_block_skip_range,
+            config.current_timestep_callback,
+        )
+        registry = HookRegistry.check_if_exists_or_initialize(block.attn)
+        registry.register_hook(hook, _PYRAMID_ATTENTION_BROADCAST_HOOK)
 
 
 def matched(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:

@@ -42,7 +42,12 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.linear import is_captured
 from moh_vision.models.convert import route_heads
-from moh_vision.models.dit_caches import caches_blocks, why_no_cache
+from moh_vision.models.dit_caches import (
+    BROADCAST,
+    broadcast_attention,
+    caches_blocks,
+    why_no_cache,
+)
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
 from moh_vision.models.mlp_groups import DEFAULT_GROUPS, mlp_options, new_mlp_budgets, run_mlp
@@ -524,12 +529,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
     def enable_cache(self, config: Any) -> None:
         """Reuse what earlier steps of a sampling computed, see diffusers' `CacheMixin`.
 
-        config: a FirstBlockCacheConfig, or a TaylorSeerCacheConfig of whole blocks or dense MLPs. Others are refused.
+        config: a FirstBlockCacheConfig, a PyramidAttentionBroadcastConfig, or a TaylorSeerCacheConfig of whole blocks or
+            dense MLPs. Others are refused.
         """
         problem = why_no_cache(self, config)
         if problem:
             raise ValueError(problem)
         super().enable_cache(config)
+        if type(config).__name__ == BROADCAST:
+            broadcast_attention(self, config)
 
     def enable_layerwise_casting(
         self,

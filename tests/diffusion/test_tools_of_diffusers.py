@@ -5,11 +5,13 @@ import torch
 from accelerate import cpu_offload
 from diffusers import (
     DiTTransformer2DModel,
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
 from diffusers.hooks import apply_first_block_cache
+from diffusers.hooks.pyramid_attention_broadcast import apply_pyramid_attention_broadcast
 from diffusers.hooks.taylorseer_cache import apply_taylorseer_cache
 from diffusers.models.cache_utils import CacheMixin
 
@@ -144,6 +146,50 @@ def test_taylor_seer_predicts_as_in_diffusers_dit(identifiers):
     assert not torch.allclose(cached[2], plain[2])
 
 
+def broadcast(callback, **more):
+    return PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=callback, **more
+    )
+
+
+def test_attention_is_broadcast_as_in_diffusers_dit():
+    """Of seven steps the second and the last are outside of the range of timesteps, and every other one is skipped."""
+    times = [900, 850, 700, 600, 500, 400, 50]
+    theirs, ours = as_twins()
+    plain = steps(ours, times)
+    now = []
+    config = broadcast(lambda: now[-1])
+    apply_pyramid_attention_broadcast(theirs, config)
+    ours.enable_cache(config)
+    ran = count_calls(ours.blocks[1].attn.proj)
+    outputs = []
+    for model in (theirs, ours):
+        model.register_forward_pre_hook(lambda _, inputs: now.append(inputs[1][0].item()))
+        outputs.append(steps(model, times))
+    assert_same(*outputs)
+    assert len(ran) == 5
+    assert not torch.allclose(outputs[1][3], plain[3])
+    ours.disable_cache()
+    assert_same(steps(ours, times), plain)
+
+
+@pytest.mark.parametrize("options", WITH_HEADS.values(), ids=WITH_HEADS)
+def test_a_pipeline_broadcasts_attention_at_its_timesteps(options):
+    """A range of timesteps that holds none changes no bit; guidance that begins anew does not meet other images."""
+    guided = dict(steps=8, guidance_interval=(0.3, 0.7))
+    plain = draw(pixel_pipeline(**options), [1, 2], 3, 4, **guided)
+    for skipped, equal in (((990, 1000), True), ((-1, 1000), False)):
+        pipe = pixel_pipeline(**options)
+        config = broadcast(
+            lambda pipe=pipe: pipe.current_timestep, spatial_attention_timestep_skip_range=skipped
+        )
+        pipe.transformer.enable_cache(config)
+        ran = count_calls(pipe.transformer.blocks[1].attn.router)
+        images = draw(pipe, [1, 2], 3, 4, **guided)
+        assert (images == plain).all() == equal
+        assert (len(ran) == 8) == equal
+
+
 def test_taylor_seer_takes_class_tokens_that_later_blocks_add():
     """The tokens of each block are predicted by themselves; nothing that stands still is predicted wrongly."""
     model = deeper(class_tokens=3, class_tokens_start=1, use_rot_pos_emb=True)
@@ -165,10 +211,17 @@ def test_taylor_seer_takes_class_tokens_that_later_blocks_add():
 TAYLOR = TaylorSeerCacheConfig
 FIRST = FirstBlockCacheConfig()
 REFUSED = {
-    "no class of diffusers' attention": (
+    "what needs layers of diffusers": (
         {},
-        PyramidAttentionBroadcastConfig(current_timestep_callback=lambda: 500),
-        "PyramidAttentionBroadcastConfig MoHDiTTransformer2DModel FirstBlockCacheConfig TaylorSeerCacheConfig",
+        FasterCacheConfig(current_timestep_callback=lambda: 500),
+        "FasterCacheConfig MoHDiTTransformer2DModel FirstBlockCacheConfig TaylorSeerCacheConfig",
+    ),
+    "attention over time": (
+        {},
+        PyramidAttentionBroadcastConfig(
+            temporal_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+        ),
+        "PyramidAttentionBroadcastConfig spatial_attention_block_skip_range None 2",
     ),
     "one block": (dict(num_layers=1), FIRST, "FirstBlockCacheConfig 2 blocks 1"),
     "tokens that come later": (
@@ -286,6 +339,10 @@ def test_what_a_cache_cannot_do_in_a_pipeline_is_refused():
     pipe.transformer.enable_cache(FirstBlockCacheConfig())
     refuse("graphs FirstBlockCacheConfig disable_cache", pipe, [1], graphs=lambda *_: None)
     refuse("cache statistics disable_cache", pipe, [1], on_routing=lambda *_: None)
+    pipe = pixel_pipeline()
+    pipe.transformer.enable_cache(broadcast(lambda: 500))
+    facts = "guide heads:0.67 PyramidAttentionBroadcastConfig FirstBlockCacheConfig"
+    refuse(facts, pipe, [1], guide="heads:0.67", guide_scale=1.5)
     velocity = dict(prediction=dict(path=LINEAR, predict="velocity"), learn_sigma=False)
     for sampler in ("heun", "dopri5"):
         model = deeper(channels=3, **velocity)
