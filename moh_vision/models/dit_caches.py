@@ -92,11 +92,11 @@ def why_no_taylor_cache(model: nn.Module, config: Any) -> str | None:
 
 def why_no_broadcast(config: Any) -> str | None:
     """Return why attention would never be reused."""
-    others = (
+    other_ranges = (
         config.temporal_attention_block_skip_range,
         config.cross_attention_block_skip_range,
     )
-    if config.spatial_attention_block_skip_range is None and others != (None, None):
+    if config.spatial_attention_block_skip_range is None and other_ranges != (None, None):
         return (
             f"{BROADCAST}: all attention of a DiT is spatial, and spatial_attention_block_skip_range is None: "
             "give 2 or more"
