@@ -143,7 +143,7 @@ def within_cache(call: Callable[..., Tensor], name: str) -> Callable[..., Tensor
 
     def predict(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         nonlocal images
-        if not hasattr(model, "cache_context"):
+        if not getattr(model, "has_cache", False):
             return call(model, x, t, labels)
         if len(x) != images:
             # The first step, or guidance begins or ends: what a cache still has is of other images or of steps long past.

@@ -138,7 +138,7 @@ def caches_blocks(model: nn.Module) -> bool:
     if model.is_cache_enabled:
         return True
     for block in model.blocks:
-        registry = getattr(block, "_diffusers_hook", None)
+        registry = block.__dict__.get("_diffusers_hook")  # quicker than nn.Module's own lookup
         if registry is not None and any(hook._is_stateful for hook in registry.hooks.values()):
             return True
     return False

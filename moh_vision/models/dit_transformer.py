@@ -460,7 +460,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
 
         tokens: a list to which the patches' tokens [B, N, C] after every block are appended, or None.
         """
-        if caches_blocks(self):
+        if self.has_cache:
             raise ValueError(
                 "a cache is enabled: blocks that it skips have no routing statistics; call disable_cache() before forward_routed"
             )
@@ -525,6 +525,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
         if not return_dict:
             return (sample,)
         return Transformer2DModelOutput(sample=sample)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a cache is enabled, or one of diffusers' functions has put one around the blocks."""
+        return caches_blocks(self)
 
     def enable_cache(self, config: Any) -> None:
         """Reuse what earlier steps of a sampling computed, see diffusers' `CacheMixin`.

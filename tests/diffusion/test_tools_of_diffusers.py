@@ -288,8 +288,8 @@ def test_statistics_of_skipped_blocks_are_refused(enable):
 
 @pytest.mark.parametrize("apply", [MoHDiTTransformer2DModel.enable_cache, apply_first_block_cache])
 def test_a_pipeline_reuses_blocks_and_starts_anew_for_each_sampling(apply):
-    plain = draw(pixel_pipeline(), [1, 2], 3, 4, steps=20)
     pipe = pixel_pipeline()
+    plain = draw(pipe, [1, 2], 3, 4, steps=20)
     apply(pipe.transformer, FirstBlockCacheConfig(threshold=0.6))
     ran = count_calls(pipe.transformer.blocks[2].attn)
     cached = draw(pipe, [1, 2], 3, 4, steps=20)
