@@ -21,6 +21,7 @@ from moh_vision.diffusion import flow_ode, flow_sde, sampling, schedulers  # noq
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance
+from moh_vision.models.dit_caches import BROADCAST, FIRST_BLOCK, TAYLOR
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -46,6 +47,7 @@ class MoHDiTPipeline(DiffusionPipeline):
     model_cpu_offload_seq = "transformer->vae"
     _optional_components = ["vae"]
     _callback_tensor_inputs = ["latents"]
+    current_timestep: float | None = None  # of the pass that is made, for PyramidAttentionBroadcast
 
     def __init__(
         self,
@@ -153,24 +155,32 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"guide_scale {guide_scale:g} {given}: expected a weak model and a scale other than 1, or neither"
             )
-        call = graphs or sampling.predicted
-        weak = sampling.weak_predict(self.transformer, guide, call=call)
+        weak_call = sampling.within_cache(graphs or sampling.predicted, "weak")
+        weak = sampling.weak_predict(self.transformer, guide, call=weak_call)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
         generators = _one_per_image(generator, len(labels))
         scheduler = schedulers.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
         schedulers.set_steps(scheduler, num_inference_steps)
+        for model in (self.transformer, guide):
+            self._check_cache(model, guide, scheduler, graphs)
+        call = sampling.within_cache(graphs or sampling.predicted, "model")
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
             self._predict(on_routing, call), labels, self.transformer.config.num_classes, weak
         )
+
+        def guided_at(x: Tensor, t: Tensor) -> Tensor:
+            self.current_timestep = t.item()
+            return guided(x, t)
+
         with self._step_bar(schedulers.step_count(scheduler)) as bar:
             on_step = partial(
                 self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs
             )
             noise_scale = self.transformer.prediction.noise_scale
-            x = sampling.denoise(guided, scheduler, x, generators, on_step, noise_scale)
+            x = sampling.denoise(guided_at, scheduler, x, generators, on_step, noise_scale)
         if output_type != "latent":
             x = self.decode(x)
             sampling.refuse_not_finite(x, "after decoding")
@@ -264,6 +274,35 @@ class MoHDiTPipeline(DiffusionPipeline):
                 f"the VAE has {space.downsampling} pixels to the side of a latent, the transformer was trained with {trained}"
             )
         self.register_to_config(downsampling=space.downsampling)
+
+    def _check_cache(
+        self,
+        model: Any,
+        guide: str | ModelMixin | None,
+        scheduler: SchedulerMixin,
+        graphs: Callable[..., Tensor] | None,
+    ) -> None:
+        """Refuse a cache of diffusers in a model, the transformer or its guide, that cannot work in this sampling."""
+        if not getattr(model, "is_cache_enabled", False):
+            return
+        name = type(model._cache_config).__name__
+        if graphs is not None:
+            raise ValueError(
+                f"graphs: a graph replays all blocks, and {name} decides in each step which blocks run; call disable_cache() "
+                "or give no graphs"
+            )
+        one_pass_a_step = schedulers.step_count(scheduler) is not None and scheduler.order == 1
+        if name == TAYLOR and not one_pass_a_step:
+            raise ValueError(
+                f"{name} takes passes for steps of one length, and {type(scheduler).__name__} makes passes at other times: "
+                f"{FIRST_BLOCK} works"
+            )
+
+        if name == BROADCAST and isinstance(guide, str):
+            raise ValueError(
+                f"guide {guide!r} makes a second prediction with the same layers, of which {name} keeps one output each: "
+                f"{FIRST_BLOCK} works"
+            )
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
         """Refuse an output type or a callback input that this pipeline does not have."""

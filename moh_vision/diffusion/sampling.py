@@ -132,6 +132,29 @@ def predicted(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
     return model(x.to(model.dtype), t, labels).sample
 
 
+def within_cache(call: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    """Return `call` for one sampling, during which diffusers' caches keep what a model computes for later steps.
+
+    Args:
+        call: calls a model, as `predicted` does.
+        name: of what the predictions are; with guidance by fewer heads one network makes two kinds, which do not mix.
+    """
+    images = None
+
+    def predict(model: nn.Module, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        nonlocal images
+        if not getattr(model, "has_cache", False):
+            return call(model, x, t, labels)
+        if len(x) != images:
+            # The first step, or guidance begins or ends: what a cache still has is of other images or of steps long past.
+            model._reset_stateful_cache()
+            images = len(x)
+        with model.cache_context(name):
+            return call(model, x, t, labels)
+
+    return predict
+
+
 def all_that_predicts(model: nn.Module, guide: str | nn.Module | None) -> nn.Module:
     """Return the model, beside the weak model of `weak_predict` where that is another network."""
     if isinstance(guide, nn.Module):

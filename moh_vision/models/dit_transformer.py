@@ -12,9 +12,12 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+from diffusers.models.cache_utils import CacheMixin
 from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
@@ -39,6 +42,12 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.linear import is_captured
 from moh_vision.models.convert import route_heads
+from moh_vision.models.dit_caches import (
+    BROADCAST,
+    broadcast_attention,
+    caches_blocks,
+    why_no_cache,
+)
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
 from moh_vision.models.mlp_groups import DEFAULT_GROUPS, mlp_options, new_mlp_budgets, run_mlp
@@ -188,19 +197,21 @@ class DiTBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        hidden_states: Tensor,
         c: Tensor,
         route_by: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C], condition c [B, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`.
+        """Tokens [B, N, C], condition c [B, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`.
 
         Args:
+            hidden_states: the tokens, by the name under which diffusers' caches look for them.
             route_by: what the routers read. [B, C]: the tokens of an image share one choice of heads and groups; [C]: all
                 images share one; None: the router reads the tokens, and each token has its own heads.
             rotary: cosines and sines [N, D] of the positions; None: queries and keys are not rotated.
         """
+        x = hidden_states
         modulation = self.adaLN_modulation(c)  # [B, 6 * C]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=1)  # [B, C] each
         y = modulate(self.norm1(x), shift1, scale1)  # [B, N, C]
@@ -211,6 +222,13 @@ class DiTBlock(nn.Module):
         y = modulate(self.norm2(x), shift2, scale2)
         x = x + gate2.unsqueeze(1) * run_mlp(self.mlp, y, stats, route_by)
         return x
+
+
+# diffusers' caches ask this registry what a block returns. Its own `register` imports all of diffusers' transformers, which
+# takes seconds, so the entry is made here; a cache that looks something up still imports them.
+BLOCK_METADATA = TransformerBlockMetadata(return_hidden_states_index=0)
+BLOCK_METADATA._cls = DiTBlock
+TransformerBlockRegistry._registry[DiTBlock] = BLOCK_METADATA
 
 
 class FinalLayer(nn.Module):
@@ -227,7 +245,7 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))  # [B, N, patch_dim]
 
 
-class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
+class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
     """A class-conditional diffusion transformer with a budget of attention heads per layer.
 
     Args:
@@ -280,6 +298,17 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
     checkpoint_filter = staticmethod(checkpoint_filter_fn)  # used by `load_checkpoint`
     _supports_gradient_checkpointing = True
     _no_split_modules = ["DiTBlock"]
+    _repeated_blocks = ["DiTBlock"]
+    # What diffusers' DiT keeps too, and routers, whose choices change with small errors. Weights of bfloat16 and wider stay.
+    _skip_layerwise_casting_patterns = [
+        "x_embedder",
+        "x_widen",
+        "t_embedder",
+        "y_embedder",
+        "norm",
+        "adaLN_modulation",
+        "router",
+    ]
 
     @register_to_config
     def __init__(  # noqa: PLR0913
@@ -431,6 +460,20 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         tokens: a list to which the patches' tokens [B, N, C] after every block are appended, or None.
         """
+        if self.has_cache:
+            raise ValueError(
+                "a cache is enabled: blocks that it skips have no routing statistics; call disable_cache() before forward_routed"
+            )
+        return self._predict(hidden_states, timestep, class_labels, tokens)
+
+    def _predict(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        class_labels: Tensor,
+        tokens: list[Tensor] | None = None,
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        """Compute `forward_routed`; blocks that a cache skips leave no statistics."""
         self._check_inputs(hidden_states, timestep)
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
         time = timestep
@@ -478,10 +521,46 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             Sample [B, out_channels, size, size]; with learn_sigma the second half of its channels interpolates
             the variance between its bounds.
         """
-        sample, _ = self.forward_routed(hidden_states, timestep, class_labels)
+        sample, _ = self._predict(hidden_states, timestep, class_labels)
         if not return_dict:
             return (sample,)
         return Transformer2DModelOutput(sample=sample)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a cache is enabled, or one of diffusers' functions has put one around the blocks."""
+        return caches_blocks(self)
+
+    def enable_cache(self, config: Any) -> None:
+        """Reuse what earlier steps of a sampling computed, see diffusers' `CacheMixin`.
+
+        config: a FirstBlockCacheConfig, a PyramidAttentionBroadcastConfig, or a TaylorSeerCacheConfig of whole blocks or
+            dense MLPs. Others are refused.
+        """
+        problem = why_no_cache(self, config)
+        if problem:
+            raise ValueError(problem)
+        super().enable_cache(config)
+        if type(config).__name__ == BROADCAST:
+            broadcast_attention(self, config)
+
+    def enable_layerwise_casting(
+        self,
+        storage_dtype: torch.dtype = torch.float8_e4m3fn,
+        compute_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        """Keep weights of linear layers in few bits between their calls, see diffusers' `ModelMixin`.
+
+        Args:
+            storage_dtype: of the weights between calls.
+            compute_dtype: of the products; None: the model's. What is not stored in few bits is cast to it too, once:
+                a layer takes no tokens of another dtype than its own.
+            **options: see diffusers.
+        """
+        if compute_dtype is not None and compute_dtype != self.dtype:
+            nn.Module.to(self, compute_dtype)  # diffusers' own `to` warns of casts
+        super().enable_layerwise_casting(storage_dtype, compute_dtype, **options)
 
     def _check_inputs(self, hidden_states: Tensor, timestep: Tensor) -> None:
         """Raise ValueError for inputs of another size; warn of timesteps that seem to go from 0 to 1."""

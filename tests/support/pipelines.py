@@ -11,7 +11,8 @@ def transformer(channels=4, classes=7, **more):
     sizes = dict(
         sample_size=4, hidden_size=32, num_layers=2, num_attention_heads=4, head_budget=0.75
     )
-    model = MoHDiTTransformer2DModel(in_channels=channels, num_classes=classes, **sizes, **more)
+    sizes.update(more)
+    model = MoHDiTTransformer2DModel(in_channels=channels, num_classes=classes, **sizes)
     return no_longer_zero(model, 0.1).eval()
 
 
