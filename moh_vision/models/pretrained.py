@@ -58,7 +58,8 @@ def name_and_arguments(config, wing: str, fresh: bool = False) -> tuple[str, dic
             routed = not is_dense(create(found.architecture, wing, **found.arguments))
     except Exception as error:  # files of others may hold anything
         near = near_model(section.pretrained)
-        raise ValueError(f"{found.title}: {reason_of(error)}{near}") from None
+        reason = reason_of(error).removeprefix(f"{found.title}: ")
+        raise ValueError(f"{found.title}: {reason}{near}") from None
     name = found.architecture
     arguments = found.arguments
     if routed and section.convert is not None:

@@ -278,8 +278,11 @@ class Weights:
         if is_timms_own(name):
             arguments = {"base": name, "router": "dense", **arguments}
             name = "moh_vit"
-            with without_values():  # raises if the model cannot be converted
-                timm.create_model(name, **arguments)
+            try:
+                with without_values():
+                    timm.create_model(name, **arguments)
+            except Exception as error:  # a model that cannot be converted may fail anywhere
+                raise ValueError(f"{self.title}: {reason_of(error)}") from None
         else:
             check_name(name, CLASSIFICATION.name)
         return replace(self, architecture=name, arguments=arguments, pretrained_cfg=cfg)
