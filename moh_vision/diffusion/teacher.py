@@ -54,8 +54,8 @@ class DiffusionTeacher(nn.Module):
         is_published = found.form == Form.NAME
         if is_published and not timm.is_model_pretrained(source):
             raise ValueError(f"{self.name}: no weights of this model are published")
+        self.teacher, metadata = open_model(found)
         try:
-            self.teacher, metadata = open_model(found)
             refuse_not_finite("its weights", self.teacher.state_dict())
             must_agree = []
             if not is_published:  # published weights do not name their VAE

@@ -40,8 +40,8 @@ class Teacher(nn.Module):
         self.order: list[int] | None = None
         self.size: int | None = None  # side of the images that `tokens` takes
         found = find_weights(source, wing=CLASSIFICATION.name, key=key)
+        model = found.build()
         try:
-            model = found.build()
             self.classes = found.classes
             refuse_not_finite("its weights", model.state_dict())
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()

@@ -330,29 +330,33 @@ class Weights:
             changes: arguments of the model that replace those of the weights, such as `img_size`, to whose grid position
                 tables are resized.
         """
+        with said_with(self.key):
+            if str(device) == "meta":
+                return self._outline(changes).eval()
+            return self._with_values(changes).to(device or "cpu").eval()
+
+    def _with_values(self, changes: dict[str, Any]) -> nn.Module:
+        """`build` for a device that has memory."""
         if self.wing == TEXT.name:
             raise ValueError(
                 f"{self.title} is a language model; expected a classifier or a diffusion model"
             )
-        if str(device) == "meta":
-            return self._outline(changes).eval()
         is_timms = self.form == Form.TIMM and is_timms_own(str(self.architecture))
         is_its_own = self.form == Form.NAME and self.architecture in (None, self.source)
         if is_timms or is_its_own:
-            model = self._fetched(changes)
-        elif self.form in OF_RUNS:
-            model = self._of_run(changes)
-        elif self.architecture is None:
+            return self._fetched(changes)
+        if self.form in OF_RUNS:
+            return self._of_run(changes)
+        if self.architecture is None:
             raise ValueError(f"{self.title} does not say of which model it is: give its name")
-        elif self.wing == DIFFUSION.name and self.form == Form.FOREIGN:
-            model = self._released_dit()
-        else:
-            state = self.tensors()
-            if self.form in (Form.TIMM, Form.PIPELINE, Form.DIFFUSERS):
-                refuse_sizes(self.file, state, self.arguments)
-            model = create(self.architecture, self.wing, **{**self.arguments, **changes})
-            self._fill(model, state)
-        return model.to(device or "cpu").eval()
+        if self.wing == DIFFUSION.name and self.form == Form.FOREIGN:
+            return self._released_dit()
+        state = self.tensors()
+        if self.form in (Form.TIMM, Form.PIPELINE, Form.DIFFUSERS):
+            refuse_sizes(self.file, state, self.arguments)
+        model = create(self.architecture, self.wing, **{**self.arguments, **changes})
+        self._fill(model, state)
+        return model
 
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Load a state dict into a model that was made for it; every tensor is needed."""
@@ -432,8 +436,9 @@ class Weights:
         """Return the model that timm makes of the source, with its weights, which it may download."""
         try:
             return timm.create_model(self._timm_source, pretrained=True, **changes)
-        except (ValueError, RuntimeError, OSError) as error:
-            # The model has no pretrained weights, or they cannot be downloaded.
+        except (
+            Exception
+        ) as error:  # no pretrained weights, no download, or a file that may hold anything
             problem = f"{self.title}: its weights cannot be fetched ({reason_of(error)}){near_model(self.source)}"
             if self.wing == DIFFUSION.name:
                 problem += f"; for a file of them: --checkpoint FILE --model {self.source}"
@@ -511,13 +516,22 @@ def find_weights(
 
 @contextlib.contextmanager
 def said_with(key: str) -> Iterator[None]:
-    """Begin the messages of errors with a key."""
+    """Begin the messages of a user's mistakes with a key, unless they do so already."""
+
+    def with_key(error: Exception) -> str:
+        text = str(error)
+        if text.startswith(key):
+            return text
+        return f"{key} {text}"
+
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{key} {error}".strip()) from None
+        raise FileNotFoundError(with_key(error)) from None
+    except OtherModel as error:
+        raise OtherModel(with_key(error)) from None
     except ValueError as error:
-        raise ValueError(f"{key} {error}".strip()) from None
+        raise ValueError(with_key(error)) from None
 
 
 def _find(source: str, prefer: str | None) -> Weights:
