@@ -352,11 +352,24 @@ class Weights:
         if self.wing == DIFFUSION.name and self.form == Form.FOREIGN:
             return self._released_dit()
         state = self.tensors()
+        arguments = {**self.arguments, **changes}
         if self.form in (Form.TIMM, Form.PIPELINE, Form.DIFFUSERS):
             refuse_sizes(self.file, state, self.arguments)
-        model = create(self.architecture, self.wing, **{**self.arguments, **changes})
+            model = self._of_library(arguments)
+        else:
+            model = create(self.architecture, self.wing, **arguments)
         self._fill(model, state)
         return model
+
+    def _of_library(self, arguments: dict[str, Any]) -> nn.Module:
+        """Make the model that a config.json describes; a user may have no part in its arguments."""
+        try:
+            return create(self.architecture, self.wing, **arguments)
+        except Exception as error:  # arguments of wrong types fail anywhere
+            config = self.path / "config.json"
+            if self.wing == DIFFUSION.name:
+                config = _diffusers_config(self.path)
+            raise ValueError(f"{config}: no model can be made of it ({reason_of(error)})") from None
 
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Load a state dict into a model that was made for it; every tensor is needed."""
