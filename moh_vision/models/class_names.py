@@ -1,6 +1,5 @@
 """Names of the classes that weights were trained on, and their order."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
 
-from moh_vision.common.errors import reason_of
 from moh_vision.common.io import class_names, composed
-from moh_vision.models.weight_files import read_metadata
+from moh_vision.models.weight_files import read_metadata, read_settings
 
 
 def listed(names: Any, where: str) -> list[str] | None:
@@ -38,11 +36,11 @@ def saved_with(file: Path) -> list[str] | None:
         if names:
             return listed(names, f"{file}: classes in its metadata")
     timm_config = file.parent / "config.json"
-    names = listed(_read(timm_config).get("label_names"), f"{timm_config}: label_names")
+    names = listed(read_settings(timm_config).get("label_names"), f"{timm_config}: label_names")
     pipeline = file.parent.parent / "model_index.json"
     # diffusers' DiTPipeline names ImageNet's classes in its own words.
-    if not names and "MoHDiTPipeline" in str(_read(pipeline).get("_class_name")):
-        names = listed(_read(pipeline).get("id2label"), f"{pipeline}: id2label")
+    if not names and "MoHDiTPipeline" in str(read_settings(pipeline).get("_class_name")):
+        names = listed(read_settings(pipeline).get("id2label"), f"{pipeline}: id2label")
     listing = file.with_name("classes.txt")
     if not names and listing.is_file():
         names = class_names(listing)
@@ -77,7 +75,9 @@ def assumed_order(source: str, classes: Sequence[str]) -> tuple[list[str], str]:
     """
     local = Path(source.removeprefix("local-dir:"))
     folder = local if local.is_dir() else local.parent
-    if not local.exists() or "architecture" in _read(folder / "config.json"):  # timm's weights
+    if not local.exists() or "architecture" in read_settings(
+        folder / "config.json"
+    ):  # timm's weights
         ordered = sorted(classes, key=natural_key)
         rule = "timm's order (2 before 10, a before B)"
     else:
@@ -90,12 +90,3 @@ def assumed_order(source: str, classes: Sequence[str]) -> tuple[list[str], str]:
     if local.exists():
         said += "; a classes.txt beside the weights, one name a line, says otherwise"
     return ordered, said
-
-
-def _read(file: Path) -> dict:
-    try:
-        if not file.is_file():
-            return {}
-        return dict(json.loads(file.read_text("utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file}: {reason_of(error)}") from None

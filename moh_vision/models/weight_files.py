@@ -159,6 +159,19 @@ def read_metadata(file: Path) -> dict:
     return _opened(file).metadata
 
 
+def read_settings(file: Path) -> dict:
+    """Return the mapping in a .json beside weights; {} if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not readable as JSON ({reason_of(error)})") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: expected a mapping, found {type(settings).__name__}")
+    return settings
+
+
 def weights_said(file: str | Path, weights: str | None = None) -> str:
     """Return the name of a weights file, followed by the result of `kind_in` in brackets, if it has one.
 

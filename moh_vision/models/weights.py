@@ -9,7 +9,6 @@ It knows a wing by the word in the metadata of weights, and language models by n
 
 import contextlib
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +63,7 @@ from moh_vision.models.prediction import Prediction, other_training
 from moh_vision.models.weight_files import (
     kind_in,
     read_metadata,
+    read_settings,
     read_tensors,
     said_of_first_weights,
     scored_weights,
@@ -330,6 +330,10 @@ class Weights:
             changes: arguments of the model that replace those of the weights, such as `img_size`, to whose grid position
                 tables are resized.
         """
+        if self.wing == TEXT.name:
+            raise ValueError(
+                f"{self.title} is a language model; expected a classifier or a diffusion model"
+            )
         with said_with(self.key):
             if str(device) == "meta":
                 return self._outline(changes).eval()
@@ -337,10 +341,6 @@ class Weights:
 
     def _with_values(self, changes: dict[str, Any]) -> nn.Module:
         """`build` for a device that has memory."""
-        if self.wing == TEXT.name:
-            raise ValueError(
-                f"{self.title} is a language model; expected a classifier or a diffusion model"
-            )
         is_timms = self.form == Form.TIMM and is_timms_own(str(self.architecture))
         is_its_own = self.form == Form.NAME and self.architecture in (None, self.source)
         if is_timms or is_its_own:
@@ -449,9 +449,8 @@ class Weights:
         """Return the model that timm makes of the source, with its weights, which it may download."""
         try:
             return timm.create_model(self._timm_source, pretrained=True, **changes)
-        except (
-            Exception
-        ) as error:  # no pretrained weights, no download, or a file that may hold anything
+        except Exception as error:
+            # There are no pretrained weights, or no network, or a file that may hold anything.
             problem = f"{self.title}: its weights cannot be fetched ({reason_of(error)}){near_model(self.source)}"
             if self.wing == DIFFUSION.name:
                 problem += f"; for a file of them: --checkpoint FILE --model {self.source}"
@@ -628,7 +627,7 @@ def _form_of(path: Path) -> tuple[Form, dict]:
         return Form.CHECKPOINT, {}
     if (path / "model_index.json").is_file():
         return Form.PIPELINE, {}
-    settings = _settings(path / "config.json")
+    settings = read_settings(path / "config.json")
     if "model_type" in settings:
         return Form.TRANSFORMERS, settings
     if "_class_name" in settings or (path / "transformer" / "config.json").is_file():
@@ -636,17 +635,6 @@ def _form_of(path: Path) -> tuple[Form, dict]:
     if (path / "config.json").is_file():
         return Form.TIMM, settings
     return Form.FOREIGN, {}
-
-
-def _settings(config: Path) -> dict:
-    """Return what a config.json says; {} if there is none, or no mapping in it."""
-    if not config.is_file():
-        return {}
-    try:
-        settings = json.loads(config.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{config}: not readable as JSON ({reason_of(error)})") from None
-    return settings if isinstance(settings, dict) else {}
 
 
 def _diffusers_config(path: Path) -> Path:
@@ -698,9 +686,8 @@ def _of_run(found: Weights, metadata: dict) -> Weights:
         wing = TEXT.name
     else:
         wing = image_models().get(name.split(".")[0]) or config.get("kind")
-    if (
-        wing != TEXT.name
-    ):  # whose models do not fetch: `pretrained` names what a converted one began with
+    # Language models do not fetch: their `pretrained` names what a converted one began with.
+    if wing != TEXT.name:
         refuse_fetch(arguments, f"the metadata of {file}")
     form = found.form
     if form not in OF_RUNS:
