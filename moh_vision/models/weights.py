@@ -376,7 +376,7 @@ class Weights:
         taken = start_from(model, state, f"{self.key} {self.file}".strip())
         if taken.changed:
             raise ValueError(
-                f"{self.source} does not hold all of {self.architecture}: {'; '.join(taken.changed)}"
+                f"{self.file} does not hold all of {self.architecture}: {'; '.join(taken.changed)}"
             )
 
     def _of_run(self, changes: dict[str, Any]) -> nn.Module:

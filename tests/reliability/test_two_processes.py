@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -25,6 +26,8 @@ ALTERED = ROOT / "tests" / "support" / "altered_run.py"
 class Launched:
     """A training script in processes of its own; what they print goes to FOLDER/log."""
 
+    begun: ClassVar[list["Launched"]] = []  # by the test that runs
+
     def __init__(self, folder, processes, script_name, argv, alteration=None):
         self.log = folder / "log"
         command = [sys.executable]
@@ -41,6 +44,7 @@ class Launched:
             self.process = subprocess.Popen(
                 list(map(str, command)), cwd=ROOT, env=env, stdout=file, stderr=file
             )
+        self.begun.append(self)
 
     def ranks(self):
         """Return rank -> process id of torchrun's workers."""
@@ -60,9 +64,34 @@ class Launched:
             time.sleep(0.02)
         pytest.fail("the run did not get so far")
 
+    def say(self, text):
+        """Wait until `text` is in the log, and return self."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if text in self.log.read_text():
+                return self
+            time.sleep(0.02)
+        pytest.fail(f"{text!r} was not said: {self.log.read_text()[-3000:]}")
+
+    def kill(self):
+        """Kill what still runs of it."""
+        if self.process.poll() is None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
+            self.process.kill()
+            self.process.wait()
+
     def end(self, within=120):
         """Wait for the end and return the exit code."""
         return self.process.wait(within)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test that fails leaves no training behind, which would go on for days."""
+    yield
+    while Launched.begun:
+        Launched.begun.pop().kill()
 
 
 def trained(*arguments):
@@ -135,8 +164,7 @@ def test_a_dead_process_ends_the_other_one(tmp_path, rank):
     line = f"train_cls.py: error: (rank {1 - rank}) another process has ended "
     assert said.count(line) == 1 and "the same command resumes the run\n" in said
     assert 'train_cls.py", line' not in said  # the launcher prints a traceback of its own
-    again = Launched(tmp_path, 2, "cls", argv).reach(run, 30)
-    assert "resuming" in again.log.read_text()
+    again = Launched(tmp_path, 2, "cls", argv).say("resuming")
     os.kill(again.ranks()[0], signal.SIGTERM)
     again.end()
 
