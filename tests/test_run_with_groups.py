@@ -218,15 +218,26 @@ def test_a_run_starts_with_the_groups_of_weights(trained, tmp_path, case):
     assert saved_budget(loaded) == saved_budget(model)
 
 
-def test_routers_of_mlps_that_weights_lack_start_at_zero(trained, tmp_path, capsys):
-    """The MLPs are the dense ones while all groups run."""
-    source = trained("cls", 2, *GROUPS[:-2])
+LACKING = {
+    "routers of MLPs": GROUPS[:-2],
+    "all routers": ["--model.router", "dense", "--model.head_budget", "null"],
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_routers_that_weights_lack_start_as_the_dense_model(lacking, trained, tmp_path, capsys):
+    """The output is the source's while all heads and groups run, as after `convert`."""
+    source = trained("cls", 2, *LACKING[lacking])
+    first = moh_vision.load_run(source)
     model = started(tmp_path / "run", source)
-    assert "init_from: 6 router tensors of MLPs start at zero" in capsys.readouterr().out
+    added = tensors(model).keys() - tensors(first).keys()
+    assert added and all(".router." in name for name in added)
+    said = f"init_from: {len(added)} router tensors start as a dense model"
+    assert said in capsys.readouterr().out
     assert max(layer.router.routed.weight.abs().max() for layer in mlp_layers(model)) < 1e-9
-    moh_vision.set_head_budget(model, mlp=1.0)
-    want = output(moh_vision.load_run(source), "cls")
-    torch.testing.assert_close(output(model, "cls"), want, rtol=0, atol=1e-5)
+    moh_vision.set_head_budget(model, 1.0, mlp=1.0)
+    moh_vision.set_head_budget(first, 1.0)
+    torch.testing.assert_close(output(model, "cls"), output(first, "cls"), rtol=0, atol=1e-5)
 
 
 def test_weights_with_another_number_of_groups_are_refused(runs, tmp_path, capsys):

@@ -14,7 +14,7 @@ from moh_vision.attention import Router, attention_layers
 from moh_vision.common.errors import reason_of
 from moh_vision.models.class_names import assumed_order, indices_of
 from moh_vision.models.head_budgets import take_shared_heads
-from moh_vision.models.mlp_groups import refuse_other_groups, start_mlp_routers
+from moh_vision.models.mlp_groups import refuse_other_groups
 from moh_vision.models.weight_files import read_safetensors, refuse_not_finite, refuse_unpacking
 
 # Prefixes of tensors with one row per class.
@@ -163,8 +163,8 @@ def start_from(
 
     Some tensors may differ from the model's. A classifier or label table is reordered if the source has the same
     classes in another order, and starts fresh if it has other classes. Position tables and patch kernels are resized.
-    A DiT's last layer starts fresh if learn_sigma differs, routers if the source has none; those of MLPs then start at
-    zero, as `convert` makes them. The model takes the source's shared heads and groups but keeps its number of active ones.
+    A DiT's last layer starts fresh if learn_sigma differs. Routers that the source lacks start as `convert` makes them, see
+    `zero_missing_routers`. The model takes the source's shared heads and groups but keeps its number of active ones.
 
     Args:
         state: tensors by name, in a layout that the model's `checkpoint_filter` knows.
@@ -198,14 +198,21 @@ def start_from(
         named, state, model, lambda name: ".router." in name or name.startswith(REMADE)
     )
     dense = not has_routers(state)
-    model.load_state_dict(state, strict=False)
-    fresh = [name for name in needed if ".router." in name and name not in state]
-    started = start_mlp_routers(model, fresh)
-    if len(fresh) > len(started):
-        changed.append(f"{len(fresh) - len(started)} router tensors start fresh")
-    if started:
-        changed.append(f"{len(started)} router tensors of MLPs start at zero")
+    with_routers = zero_missing_routers(state, model)
+    model.load_state_dict(with_routers, strict=False)
+    missing = [name for name in needed if ".router." in name and name not in state]
+    as_dense = [name for name in missing if _router_of(model, name).can_become_dense()]
+    if as_dense:
+        changed.append(f"{len(as_dense)} router tensors start as a dense model")
+    if len(missing) > len(as_dense):
+        changed.append(f"{len(missing) - len(as_dense)} router tensors start fresh")
     return TakenWeights(dense, resized, changed)
+
+
+def _router_of(model: nn.Module, name: str) -> Router:
+    """Return the router that has the tensor `name`."""
+    layer, _, _ = name.rpartition(".router.")
+    return model.get_submodule(f"{layer}.router")
 
 
 def _fit_colours(state: dict[str, Tensor], model: nn.Module) -> None:

@@ -147,25 +147,6 @@ def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -
         block.mlp.router.become_dense()
 
 
-def start_mlp_routers(model: nn.Module, fresh: Sequence[str]) -> list[str]:
-    """Let the routers of MLPs that weights lacked start dense: the MLPs are the dense ones while all groups run.
-
-    Args:
-        model: has the other weights already.
-        fresh: names of parameters that were not in the weights.
-
-    Returns:
-        The names of those of routers of MLPs.
-    """
-    started = []
-    for name in fresh:
-        mlp = model.get_submodule(name.rpartition(".router.")[0])
-        if isinstance(mlp, GroupMixtureMlp):
-            mlp.router.become_dense()
-            started.append(name)
-    return started
-
-
 def refuse_other_groups(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     """Raise ValueError if weights have routers of MLPs that choose among more or fewer groups than the model's.
 
