@@ -59,6 +59,17 @@ def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
 def draw_lines(lines: Sequence[Line], x: str, y: str):
     """Draw means with bands of one standard deviation."""
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
+    plot_lines(axes, lines)
+    axes.set_xlabel(x)
+    if axes.get_xlim()[1] >= 10_000:  # such as steps or tokens: write 20k for 20000
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.set_ylabel(y)
+    add_legend(figure, axes)
+    return figure
+
+
+def plot_lines(axes, lines: Sequence[Line]) -> None:
+    """Plot means with bands of one standard deviation into axes."""
     for line in lines:
         numbers = line.numbers()
         look = dict(linewidth=1.6, marker="o", markersize=3)
@@ -74,13 +85,7 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
             high = [mean + deviation for mean, deviation in zip(numbers["mean"], deviations)]
             band = dict(color=drawn.get_color(), alpha=0.15, linewidth=0)
             axes.fill_between(numbers["x"], low, high, **band)
-    axes.set_xlabel(x)
-    if axes.get_xlim()[1] >= 10_000:  # such as steps or tokens: write 20k for 20000
-        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    add_legend(figure, axes)
-    return figure
 
 
 def add_legend(figure, axes) -> None:

@@ -63,12 +63,18 @@ def open_pipeline(config: SampleConfig, found: Weights) -> tuple[MoHDiTPipeline,
     return make_pipeline(config, model, metadata), metadata
 
 
-def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoHDiTPipeline:
+def make_pipeline(
+    config: SampleConfig, model: nn.Module, metadata: dict, vae: nn.Module | None = None
+) -> MoHDiTPipeline:
     """Make a pipeline of a model with the VAE and scheduler that sample.py's keys ask for.
 
     Also sets the model's budgets if `config` has any, and resolves `config.sampler` and `config.guide_channels`.
+
+    Args:
+        vae: the VAE that these keys ask for, if it is open already.
     """
-    vae = open_vae(config, model.config.in_channels, metadata["vae"])
+    if vae is None:
+        vae = open_vae(config, model.config.in_channels, metadata["vae"])
     if vae is not None:
         # Decode one image at a time, so that memory does not grow with the batch.
         vae.enable_slicing()

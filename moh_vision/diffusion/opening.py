@@ -1,6 +1,7 @@
 """Open a diffusion model of a finished run, with its data, loss and scores."""
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +48,12 @@ class OpenedDiffusion(Opened):
     """A diffusion model that was opened without its VAE.
 
     `config` is an `OpenedDitConfig`, or a `SampleConfig` if the model was opened for scores.
+
+    Attributes:
+        first: what `drawn_with` made this one of, or None.
     """
+
+    first: "OpenedDiffusion | None" = None
 
     kind = "diffusion"
     loss_name = "diffusion loss at fixed timesteps and noise"
@@ -140,22 +146,49 @@ class OpenedDiffusion(Opened):
             reads = dict(section.reads, decoding=Decoding.of(self.config.data))
         pipe = self.splits.get("pipeline") or make_pipeline(config, self.model, self.metadata)
         pipe.register_modules(transformer=self.model)
-        drawing = Drawing(config, self.weights, pipe, self.metadata, self.accelerator)
+        like = self.first and self.first.drawing
+        drawing = Drawing(config, self.weights, pipe, self.metadata, self.accelerator, like)
         drawing.open_scorer(**reads)
         return drawing
 
+    def drawn_with(self, options: Sequence[str], command: str) -> "OpenedDiffusion":
+        """Open the same weights with other options of sample.py, but those of --score.
+
+        Model, VAE, guide and the opened reference are shared; a model or guide only if the options choose the same.
+
+        Args:
+            options: all options.
+            command: what messages call the program.
+        """
+        config = parse_scored(self.weights.source, options, command, None)
+        found = self.weights
+        model = self.model
+        metadata = self.metadata
+        if config.weights != self.config.weights:
+            found = find_checkpoint(config)
+            model, metadata = open_model(found, self.accelerator.device)
+        pipe = make_pipeline(config, model, metadata, self.splits["pipeline"].vae)
+        other = OpenedDiffusion(found, config, model, metadata, dict(pipeline=pipe))
+        other.first = self
+        return other
+
     def scores(self) -> dict[str, Any]:
-        """Draw samples and score them. The samples begin from the same noise at every head budget."""
+        """Draw samples and score them; `seconds` are those of drawing.
+
+        The samples begin from the same noise at every head budget.
+        """
         drawing = self.drawing
         config = drawing.config
         with tempfile.TemporaryDirectory() as folder:
             parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
+            began = time.monotonic()
             drawing.draw(parts)
+            seconds = time.monotonic() - began
             scores, _ = drawing.scorer(parts, drawing.labels, self.accelerator.device)
         for key in ("recognised", "recognised_real"):
             if scores.get(key) is not None:
                 scores[key] *= 100  # percent, as in tables
-        return scores
+        return dict(scores, seconds=seconds)
 
     def make_forward(self) -> tuple[Callable[[], Any], int]:
         count = self._batch

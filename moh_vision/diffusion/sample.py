@@ -242,7 +242,11 @@ def fidelity_command(config: SampleConfig) -> str:
 
 
 class Drawing:
-    """Draws the images that a `SampleConfig` asks for; image i has its own class and noise."""
+    """Draws the images that a `SampleConfig` asks for; image i has its own class and noise.
+
+    Args:
+        like: another one with the same --score and VAE, whose scorer is taken, and whose guide if it is the same.
+    """
 
     def __init__(
         self,
@@ -251,6 +255,7 @@ class Drawing:
         pipe: MoHDiTPipeline,
         metadata: dict,
         accelerator,
+        like: "Drawing | None" = None,
     ):
         self.config = config
         self.found = found
@@ -259,7 +264,11 @@ class Drawing:
         self.names = metadata["classes"]
         self.trained_on = found.config.get("data", {})
         vae = metadata["vae"] or pipe.vae
-        self.weak = open_guide("--guide", config.guide, pipe.transformer, vae)
+        if like and like.config.guide == config.guide:
+            self.weak = like.weak
+        else:
+            self.weak = open_guide("--guide", config.guide, pipe.transformer, vae)
+        self.scorer = like and like.scorer
         pipe.set_progress_bar_config(disable=True)
         # None: the file does not say.
         self.ema = {"ema": True, "ema2": True, "model": False}.get(found.held)
@@ -292,8 +301,8 @@ class Drawing:
         return [self.names[label] for label in self.labels[:count]]
 
     def open_scorer(self, **reads) -> None:
-        """Open the reference of --score, if it is given; `reads` are options of `make_scorer`."""
-        if self.config.score:
+        """Open the reference of --score, if it is given and not open yet; `reads` are options of `make_scorer`."""
+        if self.config.score and not self.scorer:
             reads.setdefault("decoding", self.decoding_of_reference())
             channels = image_channels(self.pipe.vae or self.pipe.transformer)
             self.scorer = make_scorer(self.config, channels, self.names, **reads)
