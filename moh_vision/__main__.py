@@ -16,6 +16,8 @@ COMMANDS = {
     "gates": "what the gates of language models do with a text",
     "patches": "which heads each patch of an image runs",
     "budget-curve": "score and latency over the share of active heads",
+    "sampling-curve": "scores of samples over guidance, its interval, steps, the sampler or EMA",
+    "alignment": "how near the features of a diffusion model's blocks are to a teacher's (REPA)",
     "search": "a budget of heads or MLP groups for a trained model, found without training",
     "predict": "name what is on images",
     "export": "write a model as ONNX or torch.export's .pt2",

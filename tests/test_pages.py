@@ -298,6 +298,7 @@ NOT_RUN = {
 }
 REST = {  # commands that take the options of others too
     "budget-curve": [SCRIPTS["validate.py"], SCRIPTS["sample.py"]],
+    "sampling-curve": [SCRIPTS["sample.py"]],
     "patches": [SCRIPTS["validate.py"]],
     "predict": [SCRIPTS["validate.py"]],
 }
@@ -308,6 +309,7 @@ MORE = {  # what makes a command small
     "moh_vision.classification.validate": "--data.workers 0",
     "moh_vision.diffusion.sample": "--num-images 10 --steps 2 --sampler ddim",
     "moh_vision.evaluation.fidelity": "--extractor RUN --allow-biased",
+    "alignment": "--neighbours 3",
 }
 
 
