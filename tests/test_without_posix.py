@@ -23,7 +23,7 @@ from tests.support.refusals import refuse
 BEFORE = """
 import os, signal, sys
 import accelerate.utils, filelock, multiprocessing.util, psutil, sacrebleu, sklearn.datasets, timm, torch, transformers
-import torch.distributed.elastic.multiprocessing, webdataset
+import torch.distributed.checkpoint, torch.distributed.elastic.multiprocessing, webdataset
 from diffusers import AutoencoderKL, DiffusionPipeline
 from transformers import PreTrainedModel
 

@@ -89,11 +89,17 @@ def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
 def predict(
     model: torch.nn.Module, batches, accelerator, most: int = 5
 ) -> Iterator[tuple[int, Likeliest]]:
-    """Yield the label of each image, which is its index, and its `most` likeliest classes."""
+    """Yield the label of each image, which is its index, and its `most` likeliest classes.
+
+    Probabilities are NaN where a logit is NaN or infinite.
+    """
     for batch in batches:
         with accelerator.autocast():
-            logits = model(batch["images"].to(accelerator.device))  # [B, classes]
-        likeliest = logits.float().softmax(-1).topk(min(most, logits.shape[-1]))
+            logits = model(batch["images"].to(accelerator.device)).float()  # [B, classes]
+        # A logit of minus infinity would leave the probabilities of the other classes finite.
+        known = logits.isfinite().all(-1, keepdim=True)
+        probabilities = logits.softmax(-1).where(known, math.nan)
+        likeliest = probabilities.topk(min(most, logits.shape[-1]))
         rows = zip(batch["labels"].tolist(), likeliest.indices.tolist(), likeliest.values.tolist())
         for number, classes, values in rows:
             yield number, list(zip(classes, values))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.hooks import HookRegistry
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.models.cache_utils import CacheMixin
 from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
@@ -543,6 +544,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
         super().enable_cache(config)
         if type(config).__name__ == BROADCAST:
             broadcast_attention(self, config)
+        # diffusers before 0.42 goes on with the list of hooks that it made when the model first sampled.
+        HookRegistry.check_if_exists_or_initialize(self)._child_registries_cache = None
 
     def enable_layerwise_casting(
         self,

@@ -3,6 +3,8 @@
 import re
 
 import pytest
+import torch
+from packaging.version import Version
 
 from moh_vision.commands.curves import read_curves
 from tests.golden.reference_logs import CONFIGS, kept, lines_of
@@ -31,10 +33,16 @@ def test_a_log_is_small_and_says_what_was_run(log):
 
 @pytest.mark.parametrize("name", ["quickstart/cls", "quickstart/dit"])
 def test_runs_begin_as_they_did(name, tmp_path):
+    about, *shipped = lines_of(CONFIGS / f"{name}.jsonl")[:3]
+    of_log, here = (
+        Version(version).release[:2] for version in (about["versions"]["torch"], torch.__version__)
+    )
+    if here < of_log:
+        # trunc_normal_ of torch 2.10 draws other numbers where its bounds matter, as with pos_embed_std 0.5.
+        pytest.skip(f"torch {torch.__version__} draws other first weights than that of the log")
     script = curves.train_cls if name.endswith("cls") else curves.train_dit
     options = f"--config {name} --output {tmp_path}/run --log_every 10 --max_steps {STEPS} --optim.schedule constant"
     script.main(options.split())
-    shipped = lines_of(CONFIGS / f"{name}.jsonl")[1:3]
     found = lines_of(tmp_path / "run" / "metrics.jsonl")[:2]
     for expected, row in zip(shipped, found, strict=True):
         assert row["step"] == expected["step"] and row["lr"] == pytest.approx(expected["lr"])

@@ -24,12 +24,12 @@ def on_two_ranks(function, *args):
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     torch.multiprocessing.start_processes(
-        _on_a_rank, (port, function, args), nprocs=2, start_method="forkserver"
+        _on_a_rank, (dict(os.environ), port, function, args), nprocs=2, start_method="forkserver"
     )
 
 
-def _on_a_rank(rank, port, function, args):
-    _alone()
+def _on_a_rank(rank, environment, port, function, args):
+    _alone(environment)
     # As torchrun does; without it accelerate warns, on standard error, that it sets the number itself.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(
@@ -44,7 +44,9 @@ class Command:
 
     def __init__(self, main, argv, log):
         self.log = log
-        self.process = FORKS.Process(target=_run, args=(main, [str(a) for a in argv], str(log)))
+        self.process = FORKS.Process(
+            target=_run, args=(dict(os.environ), main, [str(a) for a in argv], str(log))
+        )
         self.process.start()
         self.pid = self.process.pid
 
@@ -83,16 +85,19 @@ class Command:
         return self.log.read_text()
 
 
-def _alone():
-    """Set up a fork of the server so that it uses no thread or process of the server's."""
+def _alone(environment):
+    """Set up a fork of the server so that it uses no thread or process of the server's, in the environment of its test."""
+    # The server has that of the test which first needed it.
+    os.environ.clear()
+    os.environ.update(environment)
     # The fork has none of the server's threads, but would wait for those of its thread pool.
     torch.set_num_threads(1)
     # Loaders fork their workers from this process, not from the server.
     multiprocessing.set_start_method("fork", force=True)
 
 
-def _run(main, argv, log):
-    _alone()
+def _run(environment, main, argv, log):
+    _alone(environment)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     # The fork server ignores SIGINT; a new process would not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
