@@ -259,57 +259,79 @@ def test_half_of_the_heads_and_groups(part, read, monkeypatch):
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """(script, runs of digits in a folder, options of the commands that it gave); no command runs."""
-    script = benchmark("groups_quality")
+    script = benchmark("conversion_quality")
     given = []
     monkeypatch.setattr(
-        script, "call", lambda name, options, threads: given.append([str(o) for o in options])
+        script, "call", lambda name, options: given.append([str(o) for o in options])
     )
-    digits = script.STUDIES["digits"]._replace(root="digits", steps=1200)
-    return script, script.Runs("digits", digits, tmp_path, 1), given
+    digits = script.STUDIES["digits"]._replace(steps=1200)
+    sizes = dict(narrow=dict(options="--model.embed_dim 88", steps=2000))
+    entry = dict(scores={}, times={}, opponents=sizes)
+    return script, script.Runs(digits, "digits", tmp_path, entry), given
 
 
 @pytest.mark.parametrize(
     "model, steps, option",
     [
         ("dense", 1200, "dit_small_patch2"),
-        ("converted", 120, "--model.convert"),
-        ("narrow", 1320, "--model.embed_dim"),
+        ("plain", 120, "--model.convert"),
+        ("teacher", 120, "--distill.teacher"),
+        ("20 % of the steps", 240, "--distill.teacher"),
+        ("narrow", 2000, "--model.embed_dim"),
     ],
 )
 def test_the_study_does_not_repeat_what_is_finished(model, steps, option, study):
     _, runs, given = study
-    width = 88 if model == "narrow" else None
-    runs.train_model(model, 2, width)
+    runs.train(model, 2)
     [options] = given
     assert option in options
     assert options[options.index("--max-steps") + 1] == str(steps)
     run = runs.run_of(model, 2)
     (run / f"checkpoints/step_{steps}").mkdir(parents=True)
-    runs.train_model(model, 2, width)
+    runs.train(model, 2)
     assert len(given) == 2  # without weights it is not finished
     (run / "model.safetensors").touch()
-    (run / "scores.json").write_text("{}")
-    runs.train_model(model, 2, width)
-    assert runs.score(model, 2, "classifier") == {}
+    (run / "metrics.jsonl").write_text('{"mse": 0.5}\n')
+    (run / "curve.png").touch()
+    scores = dict(frechet_distance=[[3.0], [2.0]], recognised=[[80.0], [90.0]])
+    (run / "curve.json").write_text(json.dumps(dict(lines=[dict(scores=scores)])))
+    for _ in range(2):
+        runs.train_and_score(model, 2)
     assert len(given) == 2
+    found = runs.entry["scores"][model]["2"]
+    assert found == dict(frechet_distance=[3.0, 2.0], recognised=[80.0, 90.0], mse=0.5)
 
 
 def test_the_table_of_the_study(study):
-    script, _, _ = study
-    time = dict(milliseconds=2.0, ratio=0.5)
-    scores = [
-        dict(seed=0, frechet_distance=1.0, recognised=0.9),
-        dict(seed=1, frechet_distance=3.0, recognised=0.7),
-    ]
+    script, runs, _ = study
+    steps = script.STUDIES["digits"].sampling_steps
+    by_seed = {
+        "0": dict(frechet_distance=[2.0] * len(steps), recognised=[90.0] * len(steps)),
+        "1": dict(frechet_distance=[4.0] * len(steps), recognised=[70.0] * len(steps)),
+    }
     entry = dict(
-        width=88,
-        steps=dict.fromkeys(script.MODELS, 1200),
-        parameters=dict.fromkeys(script.MODELS, 1000),
-        times=dict.fromkeys(script.MODELS, time),
-        scores=dict.fromkeys(script.MODELS, scores),
+        opponents=runs.entry["opponents"],
+        steps=dict(narrow=2000, dense=1200, teacher=120),
+        times=dict(narrow=dict(milliseconds=2.0, ratio=0.5), teacher=dict(ratio=0.5)),
+        scores=dict(narrow=by_seed),
     )
     machine = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
     lines = script.tables(dict(machine=machine, studies={"digits": entry})).splitlines()
-    assert len(lines) == 7
-    numbers = "| 1200 | 1,000 | 2.0 | 0.50 | 2.00 ± 1.41 | 80.0 ± 14.1 |"
-    assert lines[-1] == f"| digits, narrow (width 88) {numbers}"
+    distances = " | ".join(["3.00 ± 1.41"] * len(steps))
+    assert (
+        lines[-1]
+        == f"| narrow (embed_dim 88) | 2 | 2000 | 1000 | 0.50 | {distances} | 80.0 ± 14.1 |"
+    )
+    # A third of a step for each pass of the teacher.
+    assert script.compute_of("teacher", entry) == 1200 + 60 + 40
+
+
+def test_the_picture_of_the_study(study, tmp_path):
+    script, runs, _ = study
+    steps = len(script.STUDIES["digits"].sampling_steps)
+    scores = dict(frechet_distance=[2.0] * steps, recognised=[90.0] * steps)
+    entry = dict(
+        times=dict(dense=dict(milliseconds=2.0, ratio=1.0)), scores=dict(dense={"0": scores})
+    )
+    script.picture(dict(studies={"digits": entry}), tmp_path / "curve.svg")
+    assert "ms an image" in (tmp_path / "curve.svg").read_text()

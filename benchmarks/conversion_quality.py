@@ -1,0 +1,461 @@
+"""Quality over sampling time: a dense DiT, its conversions to half of the heads and MLP groups, and dense opponents.
+
+    python benchmarks/conversion_quality.py --study digits --seeds 0 1 2
+    python benchmarks/conversion_quality.py --study cifar10 --root SHARDS --seeds 0 --models dense teacher shallow
+    python benchmarks/conversion_quality.py --table                    # Markdown, from the results that are there
+    python benchmarks/conversion_quality.py --picture quality.png      # quality over time, one panel a study
+
+For each seed a dense DiT is trained, converted and fine-tuned: half of the heads and half of the groups of every MLP run, chosen by
+the timestep (RECIPES says how the fine-tunings differ). Its opponents are dense:
+
+    shallow   fewer layers, as many as come nearest to the converted model's time
+    narrow    as many layers, of the width that comes nearest to its time
+    dense     the dense model itself, by fewer steps of the sampler
+
+The opponents have the compute of the dense training and of the longest fine-tuning together, the teacher's passes included, and
+so more steps than both, because their steps take less time. Every model is scored at several numbers of sampling steps:
+by the Frechet distance of its samples to the test images in the features of a classifier, which is trained first (no FID), and by the
+share of samples that it recognises. Seed s draws the same noise for all models.
+
+Each command is printed before it runs; all are those that a user would type. What is finished is not done again: trainings resume,
+and what the report holds is not measured again, also if --folder is another one. Two runs go on at a time (--jobs), each on one
+thread; times are measured at the end, when nothing else runs. Results: benchmarks/results/conversion_quality.json.
+"""
+
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from timing import (
+    about_machine,
+    interleaved,
+    markdown,
+    new_report,
+    parser_of,
+    to_base,
+    write_report,
+)
+
+import moh_vision
+from moh_vision.attention import attention_layers
+
+SCRIPTS = Path(__file__).parents[1]
+SHARE = 0.5  # of heads and of groups
+PART = 10  # a fine-tuning has one step for so many of the dense model's, if its recipe says nothing else
+TEACHER = 1 / 3  # a forward pass of the teacher, in training steps
+ROUNDS = (10, 30)
+SECONDS = 30.0
+OPPONENTS = ("shallow", "narrow")
+
+
+class Recipe(NamedTuple):
+    """A fine-tuning of the converted model.
+
+    Attributes:
+        part: it has one step for so many of the dense model's.
+        options: of train_dit.py.
+        searched: take the budgets of heads and groups that the command search finds in the plain conversion.
+    """
+
+    part: float = PART
+    options: tuple[str, ...] = ()
+    searched: bool = False
+
+
+TAUGHT = ("--distill.teacher", "source")
+RECIPES = {
+    "plain": Recipe(),
+    "teacher": Recipe(options=TAUGHT),
+    "searched": Recipe(searched=True),
+    "searched, teacher": Recipe(options=TAUGHT, searched=True),
+    "5 % of the steps": Recipe(part=20, options=TAUGHT),
+    "20 % of the steps": Recipe(part=5, options=TAUGHT),
+    "50 % of the steps": Recipe(part=2, options=TAUGHT),
+}
+MODELS = ("dense", *RECIPES, *OPPONENTS)
+
+
+class Study(NamedTuple):
+    """One data set.
+
+    Attributes:
+        options: of train_dit.py for the dense model, its configuration included.
+        classifier: options of train_cls.py for the classifier that scores.
+        steps: of the dense model.
+        lr: of the fine-tunings.
+        images: samples that are scored.
+        batch: images of a batch of sampling, also in the timing.
+        sampler: options of sample.py.
+        sampling_steps: numbers of steps.
+        passes: of the network, at so many sampling steps.
+    """
+
+    options: str
+    classifier: str
+    steps: int
+    lr: float
+    images: int
+    batch: int
+    sampler: str
+    sampling_steps: tuple[int, ...]
+    passes: tuple[int, ...]
+
+
+STUDIES = {
+    "digits": Study(
+        options="--config quickstart/dit --model.name dit_small_patch2",
+        classifier="--config quickstart/cls",
+        steps=1500,
+        lr=6e-4,
+        images=500,
+        batch=250,
+        sampler="--sampler dpm-solver++ --cfg-scale 1.5",
+        sampling_steps=(5, 10, 20, 40),
+        passes=(5, 10, 20, 40),
+    ),
+    # The network of dit/own_pictures, smaller, and without SwiGLU, which has no groups.
+    "cifar10": Study(
+        options="--config dit/own_pictures --model.name dit_small_patch2 --model.depth 4 --model.embed_dim 96 "
+        "--model.num_heads 6 --model.kwargs.swiglu_mlp false --preview.every 0 --optim.warmup_steps 100",
+        classifier="--config cls/cifar10_vit_cpu",
+        steps=4000,
+        lr=3e-4,
+        images=1000,
+        batch=100,
+        sampler="--sampler heun --cfg-scale 1.5",
+        sampling_steps=(4, 8, 16, 32),
+        passes=(7, 15, 31, 63),
+    ),
+}
+
+
+def call(script, options):
+    """Print and run a script of the repository or a command of the package on one thread; end with its code if it fails."""
+    words = [str(script), *map(str, options)]
+    print(f"$ python {shlex.join(words)}", flush=True)
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS))
+    result = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True
+    )
+    if result.returncode:
+        print(result.stdout[-2000:], result.stderr[-2000:], file=sys.stderr)
+        raise SystemExit(
+            f"conversion_quality: that command failed with exit code {result.returncode}"
+        )
+
+
+class Runs:
+    """The runs of a study in one folder: their commands, and what came out.
+
+    Args:
+        study: its data and sizes.
+        root: of the data.
+        folder: of its runs.
+        entry: of the study in the report, which gets what is measured.
+    """
+
+    def __init__(self, study: Study, root: str, folder: Path, entry: dict):
+        self.study = study
+        self.root = root
+        self.folder = folder
+        self.entry = entry
+
+    def run_of(self, model, seed):
+        return (
+            self.folder
+            / f"{model.replace(' ', '_').replace(',', '').replace('%', 'percent')}_{seed}"
+        )
+
+    def steps_of(self, model):
+        """Return the steps of a run."""
+        if model in OPPONENTS:
+            return self.entry["opponents"][model]["steps"]
+        steps = self.study.steps
+        if model in RECIPES:
+            steps = max(1, round(steps / RECIPES[model].part))
+        return steps
+
+    def classifier(self):
+        """Return the classifier that scores; train it if it is not there."""
+        run = self.folder / "classifier"
+        if not (run / "results.json").exists():
+            options = self.study.classifier.split()
+            call(SCRIPTS / "train_cls.py", [*options, "--data.root", self.root, "--output", run])
+        return run
+
+    def options_of(self, model, seed):
+        """Return what a run's options add to the study's."""
+        if model in OPPONENTS:
+            return self.entry["opponents"][model]["options"].split()
+        if model == "dense":
+            return []
+        source = self.run_of("dense", seed)
+        recipe = RECIPES[model]
+        options = ["--model.name", "pretrained", "--model.pretrained", source]
+        for name in ("embed_dim", "depth", "num_heads", "patch_size", "kwargs"):
+            options += [f"--model.{name}", "null"]  # the source says them
+        options += ["--model.convert", "{router: moh, scope: sample}"]
+        options += ["--model.kwargs", "{route_by: timestep}"]
+        if recipe.searched:
+            for key, name in (("head_budget", "share"), ("mlp_budget", "mlp-share")):
+                options += [f"--model.{key}", self.searched(name, seed)]
+        else:
+            options += ["--model.head_budget", SHARE, "--model.mlp_budget", SHARE]
+        return [*options, "--optim.lr", self.study.lr, "--calibrate-images", 512, *recipe.options]
+
+    def searched(self, share, seed):
+        """Return the budget that the command search finds in the plain conversion."""
+        plain = self.run_of("plain", seed)
+        file = plain / f"{share}.yaml"
+        if not file.exists():
+            options = ["search", plain, f"--{share}", SHARE, "--output", file]
+            call("-m", ["moh_vision", *options])
+        return file.read_text()
+
+    def train(self, model, seed):
+        """Train a model; a training that was stopped resumes."""
+        run = self.run_of(model, seed)
+        steps = self.steps_of(model)
+        if (run / "model.safetensors").exists() and (run / f"checkpoints/step_{steps}").exists():
+            return
+        data = ["--data.root", self.root]
+        options = [*self.study.options.split(), *data, "--output", run, "--seed", seed]
+        options += ["--max-steps", steps, *self.options_of(model, seed)]
+        if steps <= 100:  # a trial
+            options += ["--optim.warmup_steps", 1]
+        call(SCRIPTS / "train_dit.py", options)
+
+    def score(self, model, seed):
+        """Score a run at every number of sampling steps; keep the scores in the report."""
+        study = self.study
+        run = self.run_of(model, seed)
+        figure = run / "curve.png"
+        if not figure.exists():
+            options = ["sampling-curve", run, "--over", "steps", *study.sampling_steps]
+            options += ["--output", figure, "--noises", 1, "--seed", seed]
+            options += ["--num-images", study.images, "--batch-size", study.batch]
+            options += [*study.sampler.split(), "--score", self.root]
+            call("-m", ["moh_vision", *options, "--extractor", self.classifier()])
+        [line] = json.loads(figure.with_suffix(".json").read_text())["lines"]
+        scores = {
+            name: [values[0] for values in line["scores"][name]]
+            for name in ("frechet_distance", "recognised")
+        }
+        last = (run / "metrics.jsonl").read_text().splitlines()[-1]
+        scores["mse"] = json.loads(last).get("mse")
+        self.entry["scores"].setdefault(model, {})[str(seed)] = scores
+
+    def train_and_score(self, model, seed):
+        """Train and score a model, unless the report has its scores already."""
+        if str(seed) in self.entry["scores"].get(model, {}):
+            return
+        self.train(model, seed)
+        self.score(model, seed)
+
+    def guided_steps(self, models):
+        """Return {name: function that denoises a batch by one guided step}, for the timing."""
+        config = next(iter(models.values())).config
+        batch = 2 * self.study.batch  # with and without the class
+        x = torch.randn(batch, config.in_channels, config.sample_size, config.sample_size)
+        labels = torch.arange(batch) % config.num_classes
+        timestep = torch.tensor([500])  # one for the batch, as in sampling
+        steps = {}
+        for name, model in models.items():
+            model.eval()
+
+            @torch.no_grad()
+            def step(model=model):
+                model(x, timestep, labels)
+
+            steps[name] = step
+            if attention_layers(model)[0].scope == "sample":
+                moh_vision.measure(model, x, timestep, labels)  # as sample.py does
+        return steps
+
+    def size_opponents(self):
+        """Choose the dense opponents by timing: the depth and the width whose time is nearest to the converted model's."""
+        if "opponents" in self.entry:
+            return
+        dense = moh_vision.load_run(self.run_of("dense", 0))
+        models = {"dense": dense, "converted": moh_vision.load_run(self.run_of("plain", 0))}
+        made = {}
+
+        def try_size(name, key, value, option):
+            made[f"{name} {value}"] = f"{option} {value}"
+            models[f"{name} {value}"] = type(dense).from_config({**dense.config, key: value})
+
+        depth = len(dense.blocks)
+        for layers in range(1, depth):
+            try_size("shallow", "num_layers", layers, "--model.depth")
+        unit = math.lcm(4, dense.blocks[0].attn.num_heads)  # positions need multiples of 4
+        width = dense.config.hidden_size
+        for narrower in range(unit, width, unit):
+            if narrower >= 0.4 * width:
+                try_size("narrow", "hidden_size", narrower, "--model.embed_dim")
+        rows = to_base(interleaved(self.guided_steps(models), ROUNDS, SECONDS))
+        converted = rows["converted"]["ratio"]
+        longest = max(
+            self.study.steps / recipe.part for recipe in RECIPES.values() if recipe.part >= PART
+        )
+        compute = self.study.steps + longest * (converted + TEACHER)  # in steps of the dense model
+        opponents = {}
+        for name in OPPONENTS:
+            sizes = [size for size in made if size.startswith(name)]
+            nearest = min(sizes, key=lambda size: abs(rows[size]["ratio"] - converted))
+            steps = round(compute / rows[nearest]["ratio"])
+            opponents[name] = dict(options=made[nearest], steps=steps, ratio=rows[nearest]["ratio"])
+        self.entry["opponents"] = opponents
+        print(f"opponents: {opponents}", flush=True)
+
+    def time(self, names, seed):
+        """Time a guided step of the models, interleaved, over that of the dense one."""
+        models = {name: moh_vision.load_run(self.run_of(name, seed)) for name in names}
+        self.entry["times"] = to_base(interleaved(self.guided_steps(models), ROUNDS, SECONDS))
+
+
+def study_of(runs, models, seeds, jobs):
+    """Train, score and time what the report lacks."""
+    runs.classifier()
+
+    def all_of(names, seeds=seeds):
+        pairs = [(name, seed) for seed in seeds for name in names]
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda pair: runs.train_and_score(*pair), pairs))
+
+    recipes = [name for name in models if name in RECIPES]
+    all_of(["dense"])
+    if any(name in OPPONENTS for name in models):
+        all_of(["plain"])
+        runs.size_opponents()
+    # "searched" reads the plain conversion's run.
+    all_of([name for name in recipes if name == "plain"])
+    all_of([name for name in models if name not in ("dense", "plain")])
+    timed = [name for name in MODELS if all(runs.run_of(name, seed).exists() for seed in seeds[:1])]
+    runs.time(timed, seeds[0])
+
+
+def mean_and_spread(values, digits=2):
+    """Write mean and standard deviation; "-" where a score is missing."""
+    if None in values:
+        return "-"
+    text = f"{statistics.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.{digits}f}"
+    return text
+
+
+def compute_of(model, entry):
+    """Return the compute of all training of a model, in training steps of the dense one; None: a time is missing."""
+    steps = entry["steps"][model]
+    time = entry["times"].get(model)
+    if time is None:
+        return None
+    compute = steps * time["ratio"]
+    if model in RECIPES:
+        compute += entry["steps"]["dense"]
+        if "--distill.teacher" in RECIPES[model].options:
+            compute += steps * TEACHER
+    return round(compute)
+
+
+def tables(report):
+    """Write a table of every study: a row a model, a column of distances a number of sampling steps."""
+    written = [about_machine(report)]
+    for name, entry in report["studies"].items():
+        study = STUDIES[name]
+        columns = [name, "seeds", "training steps", "compute, dense steps", "step over dense"]
+        columns += [f"{steps} steps" for steps in study.sampling_steps]
+        columns.append("recognised, %")
+        rows = []
+        for model in MODELS:
+            by_seed = entry["scores"].get(model)
+            if not by_seed:
+                continue
+            distances = zip(*(scores["frechet_distance"] for scores in by_seed.values()))
+            recognised = [scores["recognised"][-1] for scores in by_seed.values()]
+            time = entry["times"].get(model)
+            label = model
+            if model in OPPONENTS:
+                label += f" ({entry['opponents'][model]['options'].removeprefix('--model.')})"
+            steps = entry["steps"][model]
+            row = [label, str(len(by_seed)), str(steps), str(compute_of(model, entry) or "-")]
+            row.append(f"{time['ratio']:.2f}" if time else "-")
+            row += [mean_and_spread(values) for values in distances]
+            rows.append([*row, mean_and_spread(recognised, 1)])
+        written.append(markdown(columns, rows))
+    return "\n\n".join(written)
+
+
+def picture(report, path):
+    """Draw the distance over the sampling time of an image, one panel a study."""
+    from moh_vision.commands.figures import Line, add_legend, plot_lines, plt
+
+    studies = report["studies"]
+    figure, panels = plt.subplots(
+        1, len(studies), figsize=(5.6 * len(studies), 4.2), layout="constrained", squeeze=False
+    )
+    for axes, (name, entry) in zip(panels[0], studies.items()):
+        study = STUDIES[name]
+        lines = []
+        for model in MODELS:
+            by_seed = entry["scores"].get(model)
+            time = entry["times"].get(model)
+            if not by_seed or not time:
+                continue
+            milliseconds = [passes * time["milliseconds"] / study.batch for passes in study.passes]
+            distances = zip(*(scores["frechet_distance"] for scores in by_seed.values()))
+            lines.append(Line(model, dict(zip(milliseconds, map(list, distances)))))
+        plot_lines(axes, lines)
+        axes.set_xscale("log")
+        axes.set_xlabel("ms an image")
+        axes.set_ylabel("Frechet distance")
+        axes.set_title(name)
+        add_legend(figure, axes)
+    figure.savefig(path, dpi=130)
+
+
+def main():
+    parser = parser_of(__doc__, "conversion_quality")
+    parser.add_argument("--study", choices=STUDIES)
+    parser.add_argument("--root", default="digits", help="data of the study; default: digits")
+    parser.add_argument("--folder", type=Path, default=Path("runs/conversion_quality"))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of the dense models; default: the study's")
+    parser.add_argument("--images", type=int, help="samples of each run; default: the study's")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; default: 2")
+    parser.add_argument("--picture", type=Path, help="only draw what is in --output")
+    args = parser.parse_args()
+    report = new_report(studies={})
+    if args.output.exists():
+        report["studies"] = json.loads(args.output.read_text())["studies"]
+    if args.table:
+        print(tables(json.loads(args.output.read_text())), end="")
+    elif args.picture:
+        picture(report, args.picture)
+    elif args.study is None:
+        parser.error("--study, --table or --picture is needed")
+    else:
+        study = STUDIES[args.study]
+        study = study._replace(steps=args.steps or study.steps, images=args.images or study.images)
+        entry = report["studies"].setdefault(args.study, dict(scores={}, times={}))
+        runs = Runs(study, args.root, args.folder / args.study, entry)
+        runs.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            study_of(runs, args.models, args.seeds, args.jobs)
+        finally:
+            entry["steps"] = {name: runs.steps_of(name) for name in entry["scores"]}
+            write_report(args.output, report)
+        print(tables(report), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
