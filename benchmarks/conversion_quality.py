@@ -26,7 +26,6 @@ import json
 import math
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +45,7 @@ from timing import (
 
 import moh_vision
 from moh_vision.attention import attention_layers
+from moh_vision.commands.sampling_curve import with_spread
 
 SCRIPTS = Path(__file__).parents[1]
 SHARE = 0.5  # of heads and of groups
@@ -126,13 +126,13 @@ STUDIES = {
         options="--config dit/own_pictures --model.name dit_small_patch2 --model.depth 4 --model.embed_dim 96 "
         "--model.num_heads 6 --model.kwargs.swiglu_mlp false --preview.every 0 --optim.warmup_steps 100",
         classifier="--config cls/cifar10_vit_cpu",
-        steps=4000,
+        steps=3000,
         lr=3e-4,
         images=1000,
         batch=100,
         sampler="--sampler heun --cfg-scale 1.5",
-        sampling_steps=(4, 8, 16, 32),
-        passes=(7, 15, 31, 63),
+        sampling_steps=(4, 8, 16),
+        passes=(7, 15, 31),
     ),
 }
 
@@ -342,16 +342,6 @@ def study_of(runs, models, seeds, jobs):
     runs.time(timed, seeds[0])
 
 
-def mean_and_spread(values, digits=2):
-    """Write mean and standard deviation; "-" where a score is missing."""
-    if None in values:
-        return "-"
-    text = f"{statistics.mean(values):.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {statistics.stdev(values):.{digits}f}"
-    return text
-
-
 def compute_of(model, entry):
     """Return the compute of all training of a model, in training steps of the dense one; None: a time is missing."""
     steps = entry["steps"][model]
@@ -388,8 +378,8 @@ def tables(report):
             steps = entry["steps"][model]
             row = [label, str(len(by_seed)), str(steps), str(compute_of(model, entry) or "-")]
             row.append(f"{time['ratio']:.2f}" if time else "-")
-            row += [mean_and_spread(values) for values in distances]
-            rows.append([*row, mean_and_spread(recognised, 1)])
+            row += [with_spread(values) for values in distances]
+            rows.append([*row, with_spread(recognised, 1)])
         written.append(markdown(columns, rows))
     return "\n\n".join(written)
 

@@ -10,7 +10,6 @@ import pytest
 
 from moh_vision.attention.executors import measurement_table
 from moh_vision.classification import validate
-from moh_vision.commands import budget_curve
 from moh_vision.diffusion import sample
 from tests.support.pictures import gradient
 from tests.support.sampling import run_of
@@ -290,8 +289,6 @@ CURVES = {
 @pytest.mark.parametrize("case", CURVES)
 def test_of_budget_curve(case, measured, tmp_path, monkeypatch, run_command):
     """Of scoring and timing at each share, on a machine that has measured nothing before."""
-    monkeypatch.setattr(budget_curve, "ROUNDS", 1)
-    monkeypatch.setattr(budget_curve, "VISIT", 0.0)
     name, options, more = CURVES[case]
     classifier = None
     if name == "dit":
@@ -301,7 +298,9 @@ def test_of_budget_curve(case, measured, tmp_path, monkeypatch, run_command):
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "empty"))
     measured.clear()
     figure = tmp_path / "curve.png"
-    answer = run_command("budget-curve", run, "--shares", "0.5", "0.75", "--output", figure, *more)
+    answer = run_command(
+        "budget-curve", run, "--rounds", "1", "--shares", "0.5", "0.75", "--output", figure, *more
+    )
     assert answer.code == 0
     assert "attention measured in " in answer.out
     assert measured == []

@@ -103,9 +103,12 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Mo
 
 
 def measure(
-    names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None
+    names: Sequence[str],
+    opened: Sequence[Opened],
+    shares: Sequence[str] | None,
+    rounds: int = ROUNDS,
 ) -> list[dict]:
-    """Score and time the models of runs at the budgets that `budgets_of` returns.
+    """Score and time the models of runs, in so many rounds, at the budgets that `budgets_of` returns.
 
     All budgets are checked before the first model is scored.
     """
@@ -120,7 +123,7 @@ def measure(
     for name, run, text in zip(names, opened, data):
         say(f"{name}: weights of {run.metadata['weights']}; scored on {text}")
     with measured_calls(opened, passes, budgets):
-        return _score_and_time(names, opened, passes, budgets, data)
+        return _score_and_time(names, opened, passes, budgets, data, rounds)
 
 
 @contextlib.contextmanager
@@ -158,6 +161,7 @@ def _score_and_time(
     passes: Passes,
     budgets: Budgets,
     data: Sequence[str],
+    rounds: int,
 ) -> list[dict]:
     """Return the results of `measure`; `data` says in words what each run is scored on."""
     lines = []
@@ -191,7 +195,7 @@ def _score_and_time(
             say(f"{name}: {chosen}, {', '.join(texts)}")
             timed.append(Timed(times, run.model, chosen, forward))
         lines.append(line)
-    take_turns(timed)
+    take_turns(timed, rounds)
     for line, by_share in zip(lines, budgets):
         for chosen, (low, middle, high) in zip(by_share.values(), line["milliseconds"]):
             say(f"{line['run']}: {chosen}, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch")
@@ -208,8 +212,8 @@ def plain_values(scores: dict) -> dict:
     return {key: value for key, value in scores.items() if isinstance(value, (int, float, str))}
 
 
-def take_turns(timed: Sequence[Timed]) -> None:
-    """Time forward passes in rounds of random order; write the quartiles into each `milliseconds`.
+def take_turns(timed: Sequence[Timed], rounds: int) -> None:
+    """Time forward passes in so many rounds of random order; write the quartiles into each `milliseconds`.
 
     A slow phase of the machine then falls on all models and shares alike.
     """
@@ -217,7 +221,7 @@ def take_turns(timed: Sequence[Timed]) -> None:
     from torch.utils.benchmark import Timer
 
     threads = torch.get_num_threads()
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         for one in random.Random(number).sample(timed, len(timed)):
             timer = Timer("run()", globals={"run": one.forward}, num_threads=threads)
             with running(one.model, one.budgets), torch.no_grad():
@@ -273,9 +277,12 @@ def options(add) -> None:
         metavar="S",
         help=f"share of active heads, and of the groups of routed MLPs, or uniform:S (those allowed of {known})",
     )
+    add("--rounds", type=int, default=ROUNDS, metavar="N", help="of timing (%(default)s)")
 
 
 def figure(options) -> Drawn:
+    if options.rounds < 1:
+        raise ValueError(f"--rounds {options.rounds}: expected 1 or more")
     for share in options.shares or ():
         try:
             # parse_share also accepts a share of shared heads, which this command does not change.
@@ -309,5 +316,5 @@ def figure(options) -> Drawn:
         raise ValueError(
             f"runs would be scored on {' and on '.join(sorted(data))}; --data.root says one for all"
         )
-    lines = measure(options.runs, opened, options.shares)
-    return Drawn(draw(lines), dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))
+    lines = measure(options.runs, opened, options.shares, options.rounds)
+    return Drawn(draw(lines), dict(rounds=options.rounds, torch=torch.__version__, lines=lines))

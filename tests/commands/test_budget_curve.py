@@ -12,7 +12,6 @@ from PIL import Image
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.attention.budget import resolve_budget
 from moh_vision.classification import validate
-from moh_vision.commands import budget_curve
 from moh_vision.commands.budget_curve import budgets_of, draw, measure
 from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.opened import Opened
@@ -99,7 +98,6 @@ def test_shares_that_the_shared_heads_do_not_allow():
 
 def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatch):
     """The score and the milliseconds of the model are its number of active heads."""
-    monkeypatch.setattr(budget_curve, "ROUNDS", 3)
 
     def timer(_, globals, num_threads):
         def blocked_autorange(min_run_time):
@@ -118,7 +116,7 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
     one.scores = lambda: dict(top1=float(running()), active_heads=[1])
     one.make_forward = lambda: (running, 2)
     one.accelerator = make_accelerator("no")
-    (line,) = measure(["run"], [one], ["0.5", "1"])
+    (line,) = measure(["run"], [one], ["0.5", "1"], rounds=3)
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]
     assert line["milliseconds"] == [[12] * 3, [18] * 3, [24] * 3]
@@ -134,14 +132,12 @@ def test_scores_and_times_are_measured_with_the_budget_of_their_share(monkeypatc
 
 
 @pytest.fixture
-def curve(run_command, monkeypatch, hours_pass):
+def curve(run_command, hours_pass):
     """curve(*argv) runs the command and returns the lines of its figure, and what it printed."""
-    monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     hours_pass()
-    monkeypatch.setattr(budget_curve, "VISIT", 0)
 
     def run(*argv):
-        code, out, _ = run_command("budget-curve", *argv)
+        code, out, _ = run_command("budget-curve", *argv, "--rounds", 1)
         assert code == 0
         figure = argv[argv.index("--output") + 1]
         return json.loads(figure.with_suffix(".json").read_text())["lines"], out

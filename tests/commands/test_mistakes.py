@@ -55,6 +55,7 @@ LINES = {
     "budget-curve CLS --shares 1.5": "--shares 1.5 0 1 uniform:S ramp:S",
     "budget-curve CLS --shares uniform:0.5:0.4": "--shares uniform:0.5:0.4 0 1 uniform:S ramp:S",
     "budget-curve CLS --model.head_budget 0.5": "model.head_budget 0.5 effect --shares",
+    "budget-curve CLS --rounds 0": "--rounds 0 1",
     "budget-curve DIT": "--score REFERENCE sample.py",
     "budget-curve DIT --score digits --extractor CLS --grid g.png": "grid effect samples",
     "budget-curve DIT --score digits --extractor CLS --head-budget 0.75": "head_budget 0.75 effect --shares",
