@@ -57,6 +57,8 @@ class Compared(NamedTuple):
         model: in eval mode, on the device.
         inputs: the images.
         objective: adds noise to them.
+        teacher: has a feature for each of the model's patches.
+        projector: of a run that learnt with a teacher, or None.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Compared(NamedTuple):
     model: nn.Module
     inputs: PixelInputs
     objective: Objective
+    teacher: Teacher
+    projector: Alignment | None
 
 
 def options(add) -> None:
@@ -113,15 +117,10 @@ def figure(options) -> Drawn:
     numbers = []
     text = []
     for one, config in zip(compared, configs):
-        grid = one.model.config.sample_size // one.model.config.patch_size
-        half = [0.5] * one.inputs.colours  # images are normalised to -1 .. 1
-        teacher = Teacher("--teacher", options.teacher, half, half)
-        width = teacher.match_grid(grid)
-        projector = projector_of(one.found, one.model, width)
         say(
             f"{one.name}: weights of {one.found.said}; {options.images} images of {config.data.root}"
         )
-        scores, cosines = compare(one, teacher, projector, options, accelerator, config.data)
+        scores, cosines = compare(one, options, accelerator, config.data)
         for t, of_blocks in zip(options.at, scores):
             name = f"{Path(one.name).name}, t = {t:g}"
             lines.append(Line(name, {block: [score] for block, score in enumerate(of_blocks, 1)}))
@@ -159,7 +158,7 @@ def config_of(found: Weights, rest: Sequence[str]) -> OpenedDitConfig:
 
 
 def open_compared(found: Weights, config: OpenedDitConfig, options, device) -> Compared:
-    """Open a model, its validation images and its objective; refuse images that it does not take, and too few of them."""
+    """Open a model, its validation images, its objective and a teacher; refuse what does not fit, and too few images."""
     model, metadata = open_model(found, device)
     if metadata["label_drop"] == 0:
         raise ValueError(
@@ -185,7 +184,12 @@ def open_compared(found: Weights, config: OpenedDitConfig, options, device) -> C
         raise ValueError(
             f"data.root {data.root} has side and channels {given}, the model of {found.source} takes {takes}"
         )
-    return Compared(found.source, found, model, inputs, objective_of(found, model))
+    half = [0.5] * inputs.colours  # images are normalised to -1 .. 1
+    teacher = Teacher("--teacher", options.teacher, half, half)
+    width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
+    objective = objective_of(found, model)
+    projector = projector_of(found, model, width)
+    return Compared(found.source, found, model, inputs, objective, teacher.to(device), projector)
 
 
 def objective_of(found: Weights, model: nn.Module) -> Objective:
@@ -221,11 +225,10 @@ def projector_of(found: Weights, model: nn.Module, teacher_width: int) -> Alignm
 
 @torch.no_grad()
 def compare(
-    one: Compared, teacher: Teacher, projector: Alignment | None, options, accelerator, data
+    one: Compared, options, accelerator, data
 ) -> tuple[list[list[float]], list[float] | None]:
     """Return the CKNNA of every block at each of --at, and the mean cosine behind the projector at each, if there is one."""
     device = accelerator.device
-    teacher.to(device)
     slices = evenly_spread(len(one.inputs.source), options.images)
     unreadable = BadSamples(len(one.inputs.source), data.max_bad_fraction)
     images = one.inputs.dataset(seed=0, draw=one.objective.draw, label_drop=0.0)
@@ -239,7 +242,7 @@ def compare(
         for batch in batches:
             batch = send_to_device(batch, device)
             with accelerator.autocast():
-                targets = teacher.tokens(batch["images"])  # [B, N, D]
+                targets = one.teacher.tokens(batch["images"])  # [B, N, D]
                 batch = one.inputs.encode(batch)
             of_teacher.append(targets.float().mean(1))
             none = torch.full_like(batch["labels"], one.model.config.num_classes)
@@ -251,8 +254,8 @@ def compare(
                 tokens: list[Tensor] = []
                 with accelerator.autocast():
                     one.model.forward_routed(noisy, timesteps, none, tokens=tokens)
-                    if projector:
-                        loss = projector(tokens, targets)
+                    if one.projector:
+                        loss = one.projector(tokens, targets)
                         losses[number].append(loss.item() * len(targets))
                 of_blocks[number].append([of_block.float().mean(1) for of_block in tokens])
             progress.add()
@@ -262,7 +265,7 @@ def compare(
         features = [torch.cat(of_block) for of_block in zip(*by_batch)]
         scores.append([cknna(of_block, targets, options.neighbours) for of_block in features])
     cosines = None
-    if projector:
+    if one.projector:
         cosines = [1 - sum(of_t) / len(targets) for of_t in losses]
     return scores, cosines
 

@@ -162,13 +162,16 @@ def open_all(run: str, key: str, values: Sequence[str], options) -> list[list[Op
     first = None
     by_value = []
     for value in values:
-        asked = [*options.rest, f"--{key}", *value.split(",")]
+        texts = value.split(",") if key == "cfg_interval" else [value]
+        asked = [*options.rest, f"--{key}", *texts]
         if first is None:
             first = open_weights(found, asked, scores=True, command="sampling-curve")
         of_value = []
         for noise in range(options.noises):
             seed = str(first.config.seed + noise)
-            of_value.append(first.drawn_with([*asked, "--seed", seed], "sampling-curve"))
+            one = first.drawn_with([*asked, "--seed", seed], "sampling-curve")
+            one.open_drawing()
+            of_value.append(one)
         by_value.append(of_value)
     return by_value
 

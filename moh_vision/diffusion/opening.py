@@ -151,6 +151,10 @@ class OpenedDiffusion(Opened):
         drawing.open_scorer(**reads)
         return drawing
 
+    def open_drawing(self) -> None:
+        """Open the reference and the guide now; ValueError if they do not fit."""
+        _ = self.drawing
+
     def drawn_with(self, options: Sequence[str], command: str) -> "OpenedDiffusion":
         """Open the same weights with other options of sample.py, but those of --score.
 
