@@ -288,18 +288,27 @@ class Runs:
         models = {"dense": dense, "converted": moh_vision.load_run(self.run_of("plain", 0))}
         made = {}
 
-        def try_size(name, key, value, option):
-            made[f"{name} {value}"] = f"{option} {value}"
-            models[f"{name} {value}"] = type(dense).from_config({**dense.config, key: value})
+        def try_size(name, size, option, **changed):
+            made[f"{name} {size}"] = option
+            models[f"{name} {size}"] = type(dense).from_config({**dense.config, **changed})
 
         depth = len(dense.blocks)
         for layers in range(1, depth):
-            try_size("shallow", "num_layers", layers, "--model.depth")
-        unit = math.lcm(4, dense.blocks[0].attn.num_heads)  # positions need multiples of 4
+            option = f"--model.depth {layers}"
+            changed = dict(num_layers=layers)
+            if dense.config.class_tokens:  # they come after as large a part of the blocks
+                start = dense.config.class_tokens_start * layers // depth
+                option += f" --model.kwargs.class_tokens_start {start}"
+                changed["class_tokens_start"] = start
+            try_size("shallow", layers, option, **changed)
+        heads = dense.blocks[0].attn.num_heads
+        # Positions need multiples of 4, rotary ones in each head.
+        unit = 4 * heads if dense.config.use_rot_pos_emb else math.lcm(4, heads)
         width = dense.config.hidden_size
         for narrower in range(unit, width, unit):
             if narrower >= 0.4 * width:
-                try_size("narrow", "hidden_size", narrower, "--model.embed_dim")
+                option = f"--model.embed_dim {narrower}"
+                try_size("narrow", narrower, option, hidden_size=narrower)
         rows = to_base(interleaved(self.guided_steps(models), ROUNDS, SECONDS))
         converted = rows["converted"]["ratio"]
         longest = max(
@@ -374,7 +383,7 @@ def tables(report):
             time = entry["times"].get(model)
             label = model
             if model in OPPONENTS:
-                label += f" ({entry['opponents'][model]['options'].removeprefix('--model.')})"
+                label += f" ({entry['opponents'][model]['options'].replace('--model.', '')})"
             steps = entry["steps"][model]
             row = [label, str(len(by_seed)), str(steps), str(compute_of(model, entry) or "-")]
             row.append(f"{time['ratio']:.2f}" if time else "-")
