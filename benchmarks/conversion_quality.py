@@ -324,10 +324,14 @@ class Runs:
         self.entry["opponents"] = opponents
         print(f"opponents: {opponents}", flush=True)
 
-    def time(self, names, seed):
-        """Time a guided step of the models, interleaved, over that of the dense one."""
-        models = {name: moh_vision.load_run(self.run_of(name, seed)) for name in names}
-        self.entry["times"] = to_base(interleaved(self.guided_steps(models), ROUNDS, SECONDS))
+    def time(self, seed):
+        """Time a guided step of the models that a seed has, interleaved, over that of the dense one."""
+        models = {}
+        for name in MODELS:
+            run = self.run_of(name, seed)
+            if time_key(name) == name and (run / "model.safetensors").exists():
+                models[name] = moh_vision.load_run(run)
+        self.entry["times"] |= to_base(interleaved(self.guided_steps(models), ROUNDS, SECONDS))
 
 
 def study_of(runs, models, seeds, jobs):
@@ -347,14 +351,25 @@ def study_of(runs, models, seeds, jobs):
     # "searched" reads the plain conversion's run.
     all_of([name for name in recipes if name == "plain"])
     all_of([name for name in models if name not in ("dense", "plain")])
-    timed = [name for name in MODELS if all(runs.run_of(name, seed).exists() for seed in seeds[:1])]
-    runs.time(timed, seeds[0])
+    runs.time(seeds[0])
+
+
+def time_key(model):
+    """Return the model that is timed for a model: conversions at one budget are one architecture."""
+    if model in RECIPES and not RECIPES[model].searched:
+        return "plain"
+    return model
+
+
+def time_of(model, entry):
+    """Return the times of a model's step, or None."""
+    return entry["times"].get(time_key(model))
 
 
 def compute_of(model, entry):
     """Return the compute of all training of a model, in training steps of the dense one; None: a time is missing."""
     steps = entry["steps"][model]
-    time = entry["times"].get(model)
+    time = time_of(model, entry)
     if time is None:
         return None
     compute = steps * time["ratio"]
@@ -380,7 +395,7 @@ def tables(report):
                 continue
             distances = zip(*(scores["frechet_distance"] for scores in by_seed.values()))
             recognised = [scores["recognised"][-1] for scores in by_seed.values()]
-            time = entry["times"].get(model)
+            time = time_of(model, entry)
             label = model
             if model in OPPONENTS:
                 label += f" ({entry['opponents'][model]['options'].replace('--model.', '')})"
@@ -406,14 +421,15 @@ def picture(report, path):
         lines = []
         for model in MODELS:
             by_seed = entry["scores"].get(model)
-            time = entry["times"].get(model)
+            time = time_of(model, entry)
             if not by_seed or not time:
                 continue
             milliseconds = [passes * time["milliseconds"] / study.batch for passes in study.passes]
             distances = zip(*(scores["frechet_distance"] for scores in by_seed.values()))
-            lines.append(Line(model, dict(zip(milliseconds, map(list, distances)))))
+            seeds = "1 seed" if len(by_seed) == 1 else f"{len(by_seed)} seeds"
+            by_time = dict(zip(milliseconds, map(list, distances)))
+            lines.append(Line(f"{model}, {seeds}", by_time))
         plot_lines(axes, lines)
-        axes.set_xscale("log")
         axes.set_xlabel("ms an image")
         axes.set_ylabel("Frechet distance")
         axes.set_title(name)
