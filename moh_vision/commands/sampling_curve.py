@@ -192,7 +192,7 @@ def score_all(by_value: Sequence[Sequence[OpenedDiffusion]], values: Sequence[st
                 for name in SCORES:
                     if scores.get(name) is not None:
                         point.scores.setdefault(name, []).append(scores[name])
-                point.seconds.append(scores["seconds"] / one.config.num_images)
+                point.seconds.append(one.seconds / one.config.num_images)
     return points
 
 

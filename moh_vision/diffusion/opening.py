@@ -51,9 +51,11 @@ class OpenedDiffusion(Opened):
 
     Attributes:
         first: what `drawn_with` made this one of, or None.
+        seconds: that the last `scores` drew for.
     """
 
     first: "OpenedDiffusion | None" = None
+    seconds: float = 0.0
 
     kind = "diffusion"
     loss_name = "diffusion loss at fixed timesteps and noise"
@@ -177,22 +179,19 @@ class OpenedDiffusion(Opened):
         return other
 
     def scores(self) -> dict[str, Any]:
-        """Draw samples and score them; `seconds` are those of drawing.
-
-        The samples begin from the same noise at every head budget.
-        """
+        """Draw samples and score them. The samples begin from the same noise at every head budget."""
         drawing = self.drawing
         config = drawing.config
         with tempfile.TemporaryDirectory() as folder:
             parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
             began = time.monotonic()
             drawing.draw(parts)
-            seconds = time.monotonic() - began
+            self.seconds = time.monotonic() - began
             scores, _ = drawing.scorer(parts, drawing.labels, self.accelerator.device)
         for key in ("recognised", "recognised_real"):
             if scores.get(key) is not None:
                 scores[key] *= 100  # percent, as in tables
-        return dict(scores, seconds=seconds)
+        return scores
 
     def make_forward(self) -> tuple[Callable[[], Any], int]:
         count = self._batch

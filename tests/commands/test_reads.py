@@ -15,7 +15,7 @@ COMMANDS = {
     "predict": "{cls} {images}",
     "patches": "{cls} --image {image} --output {out}.png",
     "export": "{cls} --format torch-export --output {out}.pt2",
-    "budget-curve": "{cls} --shares 0.5 1 --output {out}.png",
+    "budget-curve": "{cls} --rounds 1 --shares 0.5 1 --output {out}.png",
     "sampling-curve": "{dit} --over cfg_scale 1 2 --steps 2 --num-images 40 --score digits --extractor {cls} --output {out}.png",
     "publish": "{cls} --output {out}",
     "publish of a diffusion model": "{dit} --output {out}",
