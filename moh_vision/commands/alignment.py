@@ -138,6 +138,7 @@ def figure(options) -> Drawn:
             )
         )
     drawn = draw_lines(lines, "block", f"CKNNA with {options.teacher}")
+    drawn.axes[0].xaxis.get_major_locator().set_params(integer=True)
     about = dict(images=options.images, neighbours=options.neighbours, torch=torch.__version__)
     return Drawn(drawn, dict(about, lines=numbers), "\n" + "\n".join(text))
 
