@@ -102,8 +102,13 @@ def class_and_message(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first 300 characters of an exception's text, to be quoted in another message."""
-    return message_of(error)[:300]
+    """Return the beginning of an exception's text, to be quoted in another message."""
+    return quotable(message_of(error))
+
+
+def quotable(text: str) -> str:
+    """Return the first 300 characters of a text that another package wrote: torch's may print whole tensors."""
+    return text[:300]
 
 
 def missing_package(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moh_vision.common.errors import message_of, reason_of
+from moh_vision.common.errors import message_of, quotable, reason_of
 from moh_vision.common.io import WRAPPED, TensorFiles, by_age, tensor_files
 
 # Keys of state dicts in pickled files, in the order in which they are looked for. JiT's training script keeps two EMAs,
@@ -239,7 +239,7 @@ def unpickling_problem(error: Exception, file: Path) -> str:
     reason = reason_of(error)
     inner = re.search(r"WeightsUnpickler error: (.*?)(?: Check the documentation|$)", text)
     if inner:
-        reason = inner[1]
+        reason = quotable(inner[1])
     return f"not a readable file of tensors ({reason})"
 
 

@@ -16,6 +16,7 @@ from moh_vision.language.data.inputs import INPUTS
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, Vocabulary
 from moh_vision.language.models.create import list_text_presets, preset_config, task_of
 from moh_vision.language.models.weights import saved_model
+from tests.support.refusals import one_line
 from tests.support.small_runs import results
 from tests.support.small_text import write_pairs, write_plain
 from tests.support.tiny_lm import write_task
@@ -231,3 +232,11 @@ def test_perplexity_by_the_harness(published, tmp_path):
         (row,) = json.loads(out.read_text())["rows"]
         found = row["metrics"]["rolling"]["word_perplexity,none"]
         assert found == pytest.approx(torch.tensor(nats / len(text.split())).exp().item(), rel=1e-4)
+
+
+def test_a_model_that_transformers_does_not_know_is_one_line(tmp_path):
+    """transformers advises in several lines, which do not name the file."""
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "moh_llamo"}')
+    with one_line(f"{file} moh_llamo"):
+        saved_model(tmp_path)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import moh_vision
 from moh_vision.models.creation import create
+from moh_vision.models.weight_files import unpickling_problem
 from moh_vision.models.weights import find_weights
 from tests.support import official_dit as dit
 from tests.support import small_runs
@@ -290,3 +291,10 @@ def test_dense_weights_keep_a_given_budget_and_run_all_heads_without(tmp_path):
     assert moh_vision.head_budget(all_run)["share"] == 1
     given = pretrained(name, tmp_path / "vit.safetensors", head_budget=LOWER)
     assert moh_vision.head_budget(given)["share"] == 0.5
+
+
+def test_a_message_quotes_no_whole_tensors(tmp_path):
+    """torch prints what a damaged pickle calls as a function, such as all weights."""
+    printed = f"WeightsUnpickler error: Trying to call reduce for {[0.5] * 5000}"
+    problem = unpickling_problem(RuntimeError(f"Weights only load failed. {printed}"), tmp_path)
+    assert "Trying to call reduce" in problem and len(problem) < 400

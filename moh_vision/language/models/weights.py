@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from moh_vision.common.errors import closest, reason_of
@@ -151,8 +151,8 @@ def pretrained_model(
 
 def saved_model(folder: str | Path) -> PreTrainedModel:
     """Load a model that `save_pretrained` wrote: one of ours, or one that `pretrained_model` takes."""
+    ours = MODELS.get(type(config_in(Path(folder))))
     try:
-        ours = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         with quiet():
             if ours is None:
                 return pretrained_model(folder)
@@ -161,9 +161,17 @@ def saved_model(folder: str | Path) -> PreTrainedModel:
         raise ValueError(f"{folder}: {reason_of(error)}") from None
 
 
+def config_in(folder: Path) -> PreTrainedConfig:
+    """Read the config.json of a folder."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # files of others may hold anything
+        raise ValueError(f"{folder / 'config.json'}: {reason_of(error)}") from None
+
+
 def as_saved(run: Path) -> PreTrainedModel:
     """Build the model that the config.json of a run describes, with new weights."""
-    config = AutoConfig.from_pretrained(run, trust_remote_code=False)
+    config = config_in(run)
     if type(config) not in MODELS:
         raise ValueError(
             f"{run / 'config.json'}: its model_type {config.model_type!r} is none of a run"
