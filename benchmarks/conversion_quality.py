@@ -12,7 +12,7 @@ the timestep (RECIPES says how the fine-tunings differ). Its opponents are dense
     narrow    as many layers, of the width that comes nearest to its time
     dense     the dense model itself, by fewer steps of the sampler
 
-The opponents have the compute of the dense training and of the longest fine-tuning together, the teacher's passes included, and
+The opponents have the compute of the dense training and of a fine-tuning for a tenth of its steps, the teacher's passes included, and
 so more steps than both, because their steps take less time. Every model is scored at several numbers of sampling steps:
 by the Frechet distance of its samples to the test images in the features of a classifier, which is trained first (no FID), and by the
 share of samples that it recognises. Seed s draws the same noise for all models.

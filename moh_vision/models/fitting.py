@@ -201,7 +201,11 @@ def start_from(
     with_routers = zero_missing_routers(state, model)
     model.load_state_dict(with_routers, strict=False)
     missing = [name for name in needed if ".router." in name and name not in state]
-    as_dense = [name for name in missing if _router_of(model, name).can_become_dense()]
+    as_dense = [
+        name
+        for name in missing
+        if name in with_routers and _router_of(model, name).can_become_dense()
+    ]
     if as_dense:
         changed.append(f"{len(as_dense)} router tensors start as a dense model")
     if len(missing) > len(as_dense):
