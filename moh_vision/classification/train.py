@@ -41,6 +41,7 @@ from moh_vision.data.splits import (
     refuse_other_classes,
 )
 from moh_vision.data.stream import open_stream
+from moh_vision.engine import published_rates
 from moh_vision.engine.best import BEST, Best, value_of
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.estimate import estimate_images
@@ -265,7 +266,9 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         loader = training_loader(images, sampler, data.workers, unreadable, mixing, on_device)
         batches = iter(loader)
         if config.estimate:
-            estimate_images(loop, sampler, batches, model_setup.macs)
+            estimate_images(
+                loop, sampler, batches, model_setup.macs, published_rates.CLASSIFICATION
+            )
             return
         for step in loop.steps():
             loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)

@@ -24,6 +24,7 @@ from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import Alignment, DiffusionTask
 from moh_vision.diffusion.teacher import DiffusionTeacher
+from moh_vision.engine import published_rates
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.estimate import estimate_images
 from moh_vision.engine.loop_start import start_loop
@@ -222,7 +223,7 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
         )
         batches = iter(loader)
         if config.estimate:
-            estimate_images(loop, sampler, batches, model_setup.macs)
+            estimate_images(loop, sampler, batches, model_setup.macs, published_rates.DIFFUSION)
             return
         for step in loop.steps():
             loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)

@@ -1,8 +1,8 @@
-"""`--estimate`: what a run will cost, from a few of its steps; nothing of the run is written."""
+"""`--estimate`: what a run will cost, here from a few of its steps and elsewhere; nothing of the run is written."""
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor
 from moh_vision.attention.executors.measurement_table import device_name
 from moh_vision.common.io import memory_limit
 from moh_vision.engine.logging import UNITS, peak_memory_mib
+from moh_vision.engine.published_rates import PublishedRate, rows_of_rates
 from moh_vision.engine.ranks import from_all
 from moh_vision.engine.step_times import PARTS, Pace
 
@@ -29,6 +30,8 @@ MOST_SAMPLES = 2**16  # the largest micro-batch that is tried
 # Growth of a process's memory from which memory per sample is computed; a smaller one may be the allocator's.
 ENOUGH_MIB = 64
 EXACT = 16  # the largest micro-batch is found to one part in so many
+
+Row = tuple[str, str, str]  # of the table: a name, its value, what is said of it
 
 
 class Fetched(NamedTuple):
@@ -94,7 +97,11 @@ def check_estimate(config, holds_run: bool, accelerator) -> None:
 
 
 def estimate_cost(
-    loop, sampler, fetch: Callable[[], Fetched], macs_of: Callable[[dict], int]
+    loop,
+    sampler,
+    fetch: Callable[[], Fetched],
+    macs_of: Callable[[dict], int],
+    more_rows: Sequence[Row] = (),
 ) -> None:
     """Do some steps, and print a table of what the run will cost; every process calls it.
 
@@ -103,6 +110,7 @@ def estimate_cost(
         sampler: says which epoch a step of the run is in.
         fetch: returns the data of the next step.
         macs_of: returns the multiply-accumulates of one forward of a micro-batch.
+        more_rows: of the table, at its end.
     """
     config = loop.config
     device = loop.accelerator.device
@@ -132,32 +140,37 @@ def estimate_cost(
     memory = peak_memory_mib()
     flops = FLOPS_OF_MAC * macs_of(last) * config.optim.accumulation / pace.step
     cost = Cost(pace, memory, flops, product_rate(device, config.mixed_precision))
-    lines = table(
-        from_all(cost), loop.span.stop, UNITS[loop.log.unit], device, product_name(config)
-    )
+    rows = table(from_all(cost), loop.span.stop, UNITS[loop.log.unit], device, product_name(config))
+    title = f"estimate from {STEPS} steps after {WARM_UP} to warm up, on {device_name(device)}"
+    lines = [title, *aligned([*rows, *more_rows])]
     loop.accelerator.print("\n".join(lines))
     if config.estimate == LARGEST:
         loop.accelerator.print(largest_batch(loop, last, fetched.more))
 
 
-def estimate_images(loop, sampler, batches: Iterator[dict], macs: int) -> None:
+def estimate_images(
+    loop, sampler, batches: Iterator[dict], macs: int, rates: Sequence[PublishedRate]
+) -> None:
     """Do `estimate_cost` for a model of images.
 
     Args:
         loop, sampler: see `estimate_cost`.
         batches: micro-batches on the device.
         macs: multiply-accumulates of one forward of one image.
+        rates: of models of its kind elsewhere.
     """
     optim = loop.config.optim
+    images = loop.span.stop * optim.batch_size
 
     def fetch() -> Fetched:
         return Fetched(islice(batches, optim.accumulation), optim.batch_size, {})
 
-    estimate_cost(loop, sampler, fetch, lambda batch: macs * samples_in(batch))
+    published = rows_of_rates(rates, images, macs)
+    estimate_cost(loop, sampler, fetch, lambda batch: macs * samples_in(batch), published)
 
 
-def table(costs: list[Cost], steps: int, unit: str, device: torch.device, dtype: str) -> list[str]:
-    """Return the lines of the table.
+def table(costs: list[Cost], steps: int, unit: str, device: torch.device, dtype: str) -> list[Row]:
+    """Return the rows of the table.
 
     Args:
         costs: one for each process.
@@ -196,10 +209,14 @@ def table(costs: list[Cost], steps: int, unit: str, device: torch.device, dtype:
     rows.append(
         ("whole run", f"{hours:,.3f} h", f"{steps:,} steps, without validation and sampling")
     )
+    return rows
+
+
+def aligned(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of some rows, the values right-aligned."""
     first = max(len(name) for name, _, _ in rows)
     second = max(len(value) for _, value, _ in rows)
-    title = f"estimate from {STEPS} steps after {WARM_UP} to warm up, on {device_name(device)}"
-    return [title, *(f"{name:{first}}  {value:>{second}}  {said}" for name, value, said in rows)]
+    return [f"{name:{first}}  {value:>{second}}  {said}" for name, value, said in rows]
 
 
 def mean(values: Iterable[float]) -> float:

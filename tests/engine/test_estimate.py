@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moh_vision.engine import estimate, step_times
-from moh_vision.engine.estimate import Cost, largest_by_growth, largest_on_gpu, table
+from moh_vision.engine.estimate import Cost, aligned, largest_by_growth, largest_on_gpu, table
+from moh_vision.engine.published_rates import DIFFUSION, PublishedRate, rows_of_rates
 from moh_vision.engine.step_times import Pace, StepTimes
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import assert_says, one_line, refused
@@ -97,13 +98,39 @@ def test_the_table_adds_up_processes():
         return Cost(Pace(rate, seconds, parts), memory, flops=2e9, product=8e9)
 
     lines = table([cost(60, 1.0, 10), cost(20, 3.0, 70)], 900, "img", CPU, "bf16")
-    text = "\n".join(lines)
+    text = "\n".join(["estimate from 20 steps", *aligned(lines)])
     values = rows(text)
     assert values["speed"] == "40 img/s" and "  20 img/s  each process" in text
     assert values["step"] == "2,000.0 ms" and values["  data"] == "500.0 ms"
     assert values["peak memory"] == "70 MiB" and "the most of 2 processes" in text
     assert values["product rate"] == "25 %" and "of 8 GFLOP/s" in text and "bf16" in text
     assert values["whole run"] == "0.500 h"
+
+
+def test_hours_elsewhere_follow_from_the_multiply_accumulates():
+    rate = PublishedRate("X", 2e9, "1 card", images=100, setting="bf16", source="a paper")
+    # 720,000 images of half of the published model's work, at 100 of its images a second.
+    [(cards, hours, said)] = rows_of_rates([rate], images=720_000, macs=10**9)
+    assert (cards, hours) == ("  1 card", "1.000 h")
+    assert "X" in said and "100 img/s" in said and "a paper" in said
+
+
+def test_a_run_of_minutes_has_no_hours_elsewhere():
+    assert rows_of_rates(DIFFUSION, images=1000, macs=10**9) == []
+
+
+@pytest.mark.parametrize("task, cards", [
+    ("cls", ["  1 RTX 3090"]),
+    pytest.param("dit", ["  8 A100", "  1 A100", "  8 H800"], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_long_run_is_said_to_take_so_long_elsewhere(tmp_path, capsys, task, cards):
+    script(task).main(arguments(task, tmp_path / "run", 10**12, 1, "--estimate"))
+    assert list(rows(capsys.readouterr().out)) == [*ROWS, *cards]
+
+
+def test_published_rates_of_dit_give_its_own_hours():
+    [[_, hours, _], *_] = rows_of_rates(DIFFUSION, images=256 * 400_000, macs=int(118.6e9))
+    assert float(hours.removesuffix(" h")) == pytest.approx(400_000 / 0.81 / 3600, rel=0.01)
 
 
 def test_times_of_a_gpu_are_read_from_its_events(monkeypatch):
