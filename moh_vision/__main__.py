@@ -15,6 +15,7 @@ COMMANDS = {
     "head-load": "which heads ran, by class, timestep, text or task",
     "gates": "what the gates of language models do with a text",
     "patches": "which heads each patch of an image runs",
+    "measure": "the time that a model saves on this machine when it skips heads",
     "budget-curve": "score and latency over the share of active heads",
     "sampling-curve": "scores of samples over guidance, its interval, steps, the sampler or EMA",
     "alignment": "how near the features of a diffusion model's blocks are to a teacher's (REPA)",

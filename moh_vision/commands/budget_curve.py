@@ -11,10 +11,9 @@ over rounds in which all models and shares take turns.
 """
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
 from moh_vision.commands.search import refuse_budget
+from moh_vision.commands.timing import Timed, take_turns
 from moh_vision.common.progress import say
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.opened import Opened
@@ -44,21 +44,11 @@ from moh_vision.opening import open_weights, wing_of
 REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
-VISIT = 0.1  # in a round a model is timed for at least so many seconds
 # The score that is drawn is the first of these that all runs have.
 DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")
 # Of each run: a forward pass and its batch size, and the budgets by share.
 Passes = Sequence[tuple[Callable[[], object], int]]
 Budgets = Sequence[dict[float, ModelBudgets]]
-
-
-class Timed(NamedTuple):
-    """A model that is timed at one share of its heads."""
-
-    milliseconds: list[float]  # one per round; in the end `take_turns` leaves their quartiles
-    model: nn.Module
-    budgets: ModelBudgets
-    forward: Callable[[], object]  # runs the model on one batch
 
 
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, ModelBudgets]:
@@ -193,9 +183,10 @@ def _score_and_time(
                 if scores.get(key) is not None:
                     texts.append(f"{COLUMNS[key].title} {scores[key]:.4g}")
             say(f"{name}: {chosen}, {', '.join(texts)}")
-            timed.append(Timed(times, run.model, chosen, forward))
+            timed.append(Timed(times, forward, partial(running, run.model, chosen)))
         lines.append(line)
-    take_turns(timed, rounds)
+    with torch.no_grad():
+        take_turns(timed, rounds)
     for line, by_share in zip(lines, budgets):
         for chosen, (low, middle, high) in zip(by_share.values(), line["milliseconds"]):
             say(f"{line['run']}: {chosen}, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch")
@@ -210,26 +201,6 @@ def pairs(budgets: Sequence[HeadBudget]) -> list[list[int]]:
 def plain_values(scores: dict) -> dict:
     """Return the scores that are numbers or texts, for the JSON; lists are left out because they are long."""
     return {key: value for key, value in scores.items() if isinstance(value, (int, float, str))}
-
-
-def take_turns(timed: Sequence[Timed], rounds: int) -> None:
-    """Time forward passes in so many rounds of random order; write the quartiles into each `milliseconds`.
-
-    A slow phase of the machine then falls on all models and shares alike.
-    """
-    # Imported here because the import warns where there is a CUDA toolkit but no GPU.
-    from torch.utils.benchmark import Timer
-
-    threads = torch.get_num_threads()
-    for number in range(rounds + 1):
-        for one in random.Random(number).sample(timed, len(timed)):
-            timer = Timer("run()", globals={"run": one.forward}, num_threads=threads)
-            with running(one.model, one.budgets), torch.no_grad():
-                seconds = timer.blocked_autorange(min_run_time=VISIT).mean  # waits for a GPU
-            if number:  # the first round warms up
-                one.milliseconds.append(1000 * seconds)
-    for one in timed:
-        one.milliseconds[:] = np.quantile(one.milliseconds, [0.25, 0.5, 0.75]).tolist()
 
 
 def draw(lines: Sequence[dict]):

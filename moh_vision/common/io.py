@@ -24,7 +24,7 @@ import torch
 from filelock import lock_descriptor
 from torch import Tensor
 
-__version__ = "0.2.0"  # of moh_vision; pyproject.toml reads it from here
+__version__ = "0.3.0"  # of moh_vision; pyproject.toml reads it from here
 RUN_CONFIG = "config.yaml"  # a run's configuration
 LOCK = ".lock"
 # Matches what DDP ("module.") and torch.compile ("_orig_mod.") add to names of tensors: prefixes in any order, and
