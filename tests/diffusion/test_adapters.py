@@ -23,7 +23,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 PROJECTIONS = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
 FILE = "pytorch_lora_weights.safetensors"
-OFFLINE = dict(prefix=None, use_safetensors=True)  # a folder that `save_lora_adapter` has written
+SAVED = dict(prefix=None, weight_name=FILE)  # as `save_lora_adapter` names weights
 
 
 def lora(*layers, **more):
@@ -137,7 +137,7 @@ def test_dropout_of_an_adapter_counts_in_training_alone(tmp_path):
     model.add_adapter(lora(lora_dropout=0.9))
     model.save_lora_adapter(tmp_path)
     other = transformer(**WITH_HEADS["per image"])
-    other.load_lora_adapter(tmp_path, **OFFLINE)
+    other.load_lora_adapter(tmp_path, **SAVED)
     assert torch.equal(predict(other), predict(model))
     for each in (model, other):
         each.train()
@@ -218,7 +218,7 @@ def test_an_adapter_is_saved_and_loaded(tmp_path):
     model.save_lora_adapter(tmp_path)
     other = transformer(**options)
     plain = predict(other)
-    other.load_lora_adapter(tmp_path, **OFFLINE)
+    other.load_lora_adapter(tmp_path, **SAVED)
     assert torch.equal(predict(other), predict(model))
     assert not torch.allclose(predict(other), plain, atol=1e-2)
     # As `save_lora_weights` of diffusers' pipelines names them.
