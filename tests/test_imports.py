@@ -244,7 +244,7 @@ def test_a_fresh_process_imports_little_and_needs_no_extra():
 import moh_vision
 print([name for name in ("diffusers", "transformers", "accelerate") if name in sys.modules])
 from moh_vision.common.errors import EXTRAS
-sys.modules.update(dict.fromkeys(EXTRAS))
+sys.modules.update(dict.fromkeys([*EXTRAS, "peft", "torchao"]))  # which need what extras bring, or are for tests alone
 try:
     import moh_vision.language.train
 except ImportError as error:

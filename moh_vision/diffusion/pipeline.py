@@ -164,7 +164,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         scheduler = schedulers.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
         schedulers.set_steps(scheduler, num_inference_steps)
         for model in (self.transformer, guide):
-            self._check_cache(model, guide, scheduler, graphs)
+            self._check_tools(model, guide, scheduler, graphs)
         call = sampling.within_cache(graphs or sampling.predicted, "model")
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
@@ -275,14 +275,20 @@ class MoHDiTPipeline(DiffusionPipeline):
             )
         self.register_to_config(downsampling=space.downsampling)
 
-    def _check_cache(
+    def _check_tools(
         self,
         model: Any,
         guide: str | ModelMixin | None,
         scheduler: SchedulerMixin,
         graphs: Callable[..., Tensor] | None,
     ) -> None:
-        """Refuse a cache of diffusers in a model, the transformer or its guide, that cannot work in this sampling."""
+        """Refuse a cache or an adapter in a model, the transformer or its guide, that cannot work in this sampling."""
+        if graphs is not None and isinstance(model, MoHDiTTransformer2DModel):
+            for name in model.adapted_layers():
+                raise ValueError(
+                    f"graphs: a graph goes on with the adapters and scales of its capture, and {name} has an adapter; call "
+                    "fuse_lora() and unload_lora(), or give no graphs"
+                )
         if not getattr(model, "is_cache_enabled", False):
             return
         name = type(model._cache_config).__name__

@@ -9,6 +9,7 @@ network, which reads another time and predicts the opposite velocity. `compat="j
 """
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.hooks import HookRegistry
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.cache_utils import CacheMixin
 from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
@@ -62,6 +64,7 @@ NORMS = {
 }
 COMPAT = ("official", "diffusers", *FROM_NOISE)
 ROUTE_BY = ("condition", "timestep")
+AROUND = ("base_layer", "original_module")  # under which peft keeps a layer that it stands around
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -246,7 +249,7 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))  # [B, N, patch_dim]
 
 
-class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
+class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin, PeftAdapterMixin):
     """A class-conditional diffusion transformer with a budget of attention heads per layer.
 
     Args:
@@ -564,6 +567,37 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin):
         if compute_dtype is not None and compute_dtype != self.dtype:
             nn.Module.to(self, compute_dtype)  # diffusers' own `to` warns of casts
         super().enable_layerwise_casting(storage_dtype, compute_dtype, **options)
+
+    def adapted_layers(self) -> dict[str, nn.Module]:
+        """Return the layers that peft has put around others, by name."""
+        return {
+            name: module
+            for name, module in self.named_modules()
+            if not module._modules.keys().isdisjoint(AROUND)
+        }
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, see diffusers' `PeftAdapterMixin`. It takes the model's mode: peft makes it with dropout on."""
+        super().add_adapter(*args, **kwargs)
+        self._set_mode_of_adapters()
+
+    def load_lora_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Load an adapter, see diffusers' `PeftAdapterMixin`. It takes the model's mode, as in `add_adapter`."""
+        super().load_lora_adapter(*args, **kwargs)
+        self._set_mode_of_adapters()
+
+    def _set_mode_of_adapters(self) -> None:
+        for layer in self.adapted_layers().values():
+            layer.train(self.training)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save as diffusers does. A model with adapters is refused: diffusers would save weights that no model can read."""
+        for name in self.adapted_layers():
+            raise ValueError(
+                f"save_pretrained: the weights of {name} have other names under its adapter; save_lora_adapter() saves the "
+                "adapter, fuse_lora() and then unload_lora() make it part of the weights"
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def _check_inputs(self, hidden_states: Tensor, timestep: Tensor) -> None:
         """Raise ValueError for inputs of another size; warn of timesteps that seem to go from 0 to 1."""

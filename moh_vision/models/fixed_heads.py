@@ -17,6 +17,8 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.executors import Sequences
 from moh_vision.attention.executors.groups import GroupsOfSequences
+from moh_vision.attention.executors.reasons import HIDDEN_WEIGHTS
+from moh_vision.attention.linear import plain
 from moh_vision.attention.model_heads import new_router
 from moh_vision.models.convert import linear
 
@@ -52,23 +54,26 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
 def gather_heads(model: nn.Module) -> int:
     """Make a model compute only the heads and MLP groups that an image chose, by gathering their weights.
 
-    Layers that choose heads for each token, or run all heads (MAE), are not changed. The output stays the same.
+    Layers that choose heads for each token, run all heads (MAE), or whose weights may not be read (see `plain`), are not
+    changed. The output stays the same.
 
     Returns:
         Number of heads computed for an image, summed over layers.
     """
     computed = 0
     for layer in attention_layers(model):
-        plain = type(layer) is HeadMixtureAttention and not layer.grouped and not layer.needs_query
+        known = type(layer) is HeadMixtureAttention and not layer.grouped and not layer.needs_query
+        readable = all(map(plain, layer.projections))
         skips_heads = layer.budget.active < layer.num_heads and layer.router.counted
-        if plain and skips_heads and layer.scope == "sample":
+        if known and readable and skips_heads and layer.scope == "sample":
             layer.executor = Sequences
         if layer.executor is Sequences:
             computed += layer.budget.active
         else:
             computed += layer.num_heads
     for mlp in mlp_layers(model):
-        if mlp.budget.active < mlp.num_heads and mlp.router.counted:
+        readable = all(map(plain, mlp.projections))
+        if readable and mlp.budget.active < mlp.num_heads and mlp.router.counted:
             mlp.executor = GroupsOfSequences
     return computed
 
@@ -107,6 +112,8 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
         )
     if layer.router.all_heads or len(heads) == S:
         return "its router needs all its heads, or one routed head at least"
+    if not all(map(plain, layer.projections)):
+        return f"{HIDDEN_WEIGHTS}, so that no head can be cut out of their weights"
     return layer.router.why_not_keep() or None
 
 

@@ -65,15 +65,30 @@ def head_lengths(
 
 def of_heads(attn: nn.Module) -> Measured:
     """Return what measures the heads of an attention layer: |W_O^h o_h|."""
-    out, _ = projections(attn)
+    out, inputs = projections(attn)
+    for linear in (out, *(linear for linear, _ in inputs)):
+        check_readable(linear)
     gram = output_gram(out.weight, out.in_features // attn.head_dim)
     return Measured(out, partial(output_lengths, gram=gram))
 
 
 def of_channels(mlp: nn.Module) -> Measured:
     """Return what measures the hidden channels of an MLP: |h_j| times the length of column j of W2."""
+    check_readable(mlp.fc1)
+    check_readable(mlp.fc2)
     columns = mlp.fc2.weight.detach().float().norm(dim=0)  # [G * D]
     return Measured(mlp.fc2, lambda hidden: hidden.float().abs() * columns)
+
+
+def check_readable(linear: nn.Module) -> None:
+    """Refuse a layer whose weight does not say what the layer computes: one under an adapter, or quantised."""
+    weight = linear.__dict__["_parameters"].get("weight")
+    if type(linear) is not nn.Linear or type(weight) is not nn.Parameter:
+        raise ValueError(
+            f"calibrate sorts the weights of plain linear layers, not of a {type(linear).__module__}."
+            f"{type(linear).__name__} with a {type(linear.weight).__name__}: convert first, and quantise or add adapters "
+            "afterwards"
+        )
 
 
 @torch.no_grad()

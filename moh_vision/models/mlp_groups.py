@@ -127,9 +127,9 @@ def dense_mlps(model: nn.Module) -> list[Mlp]:
 def check_plain(mlp: nn.Module | None, name: str) -> None:
     """Refuse an MLP, called `name` in the model, that is not two linear layers around an activation."""
     plain = type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity)
-    if not plain or type(mlp.fc1) is not nn.Linear:
+    if not plain or {type(mlp.fc1), type(mlp.fc2)} != {nn.Linear}:
         raise ValueError(
-            f"mlp_budget: {name} is a {type(mlp).__name__}, not two linear layers around an activation"
+            f"mlp_budget: {name} is a {type(mlp).__name__}, not two plain linear layers around an activation"
         )
 
 

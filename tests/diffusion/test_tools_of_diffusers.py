@@ -14,25 +14,16 @@ from diffusers.hooks import apply_first_block_cache
 from diffusers.hooks.pyramid_attention_broadcast import apply_pyramid_attention_broadcast
 from diffusers.hooks.taylorseer_cache import apply_taylorseer_cache
 from diffusers.models.cache_utils import CacheMixin
-from torch import nn
 
 from moh_vision.attention import token_heads
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 from moh_vision.models.prediction import LINEAR
 from tests.support.official_dit import diffusers_dit
-from tests.support.pipelines import draw, transformer
+from tests.support.pipelines import LABELS, WITH_HEADS, draw, predict, transformer
 from tests.support.refusals import refuse
 
-LABELS = torch.tensor([1, 2])
 BLOCKS = [r"blocks\.\d+"]
-WITH_HEADS = {
-    "per token": dict(head_budget=0.75),
-    "per image": dict(head_budget=0.75, scope="sample"),
-    "per timestep, and groups": dict(
-        head_budget=0.75, scope="sample", route_by="timestep", mlp_budget=0.5
-    ),
-}
 
 
 def deeper(**more):
@@ -355,14 +346,6 @@ def test_what_a_cache_cannot_do_in_a_pipeline_is_refused():
 # ---- weights that are stored in float8
 
 
-def predict(model, time=500):
-    """Return a model's prediction of one input, with gradients off."""
-    size = model.config.sample_size
-    x = torch.randn(2, 4, size, size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        return model(x.to(model.dtype), torch.tensor([time] * 2), LABELS).sample
-
-
 def stored_in(model, dtype):
     return {
         name.removesuffix(".weight") for name, p in model.named_parameters() if p.dtype == dtype
@@ -504,51 +487,3 @@ def test_accelerates_offloading_loads_every_layer_as_in_diffusers_dit(options):
         cpu_offload(whole, execution_device=torch.device("cpu"))
         assert all(parameter.is_meta for parameter in whole.parameters())
         torch.testing.assert_close(predict(whole), plain, rtol=1e-5, atol=1e-6)
-
-
-# ---- adapters, as peft's, which is not needed here: a layer that stands around the linear layer
-
-
-class Lora(nn.Module):
-    """W x + b + B A x, with the attributes that peft's layers pass through."""
-
-    def __init__(self, base, down, up):
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.Parameter(down)
-        self.lora_B = nn.Parameter(up)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
-
-    def forward(self, x):
-        return self.base_layer(x) + x @ self.lora_A.T @ self.lora_B.T
-
-
-@pytest.mark.parametrize("layer", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
-@pytest.mark.parametrize("options", WITH_HEADS.values(), ids=WITH_HEADS)
-def test_an_adapter_counts_in_whatever_heads_and_groups_run(options, layer):
-    """The output is that of weights with the adapter added, and the adapter learns: no operator reads past it."""
-    model = transformer(**options)
-    added = transformer(**options)
-    plain = predict(model)
-    for number in range(2):
-        merged = added.blocks[number].get_submodule(layer)
-        down = torch.randn(3, merged.in_features) * 0.2
-        up = torch.randn(merged.out_features, 3) * 0.2
-        merged.weight.data += up @ down
-        parent, _, leaf = layer.partition(".")
-        parent = model.blocks[number].get_submodule(parent)
-        setattr(parent, leaf, Lora(getattr(parent, leaf), down, up))
-    torch.testing.assert_close(predict(model), predict(added), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(predict(model), plain, atol=1e-2)
-    x = torch.randn(2, 4, 4, 4)
-    model(x, torch.tensor([500]), LABELS).sample.square().sum().backward()
-    for number in range(2):
-        adapter = model.blocks[number].get_submodule(layer)
-        assert adapter.lora_A.grad.norm() > 0 and adapter.lora_B.grad.norm() > 0

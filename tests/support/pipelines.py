@@ -1,9 +1,18 @@
-"""The transformer of a small pipeline, and images drawn with a pipeline."""
+"""The transformer of a small pipeline, its predictions, and images drawn with a pipeline."""
 
 import torch
 
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 from tests.support.tiny_vae import no_longer_zero
+
+LABELS = torch.tensor([1, 2])
+WITH_HEADS = {  # who chooses heads -> arguments of the transformer
+    "per token": dict(head_budget=0.75),
+    "per image": dict(head_budget=0.75, scope="sample"),
+    "per timestep, and groups": dict(
+        head_budget=0.75, scope="sample", route_by="timestep", mlp_budget=0.5
+    ),
+}
 
 
 def transformer(channels=4, classes=7, **more):
@@ -14,6 +23,14 @@ def transformer(channels=4, classes=7, **more):
     sizes.update(more)
     model = MoHDiTTransformer2DModel(in_channels=channels, num_classes=classes, **sizes)
     return no_longer_zero(model, 0.1).eval()
+
+
+def predict(model, time=500):
+    """Return a model's prediction of one input, with gradients off."""
+    size = model.config.sample_size
+    x = torch.randn(2, 4, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(x.to(model.dtype), torch.tensor([time] * 2), LABELS).sample
 
 
 def seeded(*seeds):

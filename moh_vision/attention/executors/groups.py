@@ -14,6 +14,7 @@ from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.products import Products, products_of
 from moh_vision.attention.executors.reasons import (
     GROUPS_VARY,
+    HIDDEN_WEIGHTS,
     PAIRS_VARY,
     SLICED_IS_FASTER,
     hidden_weights,
@@ -22,7 +23,7 @@ from moh_vision.attention.executors.reasons import (
     nothing_to_skip,
 )
 from moh_vision.attention.executors.signature import Signature
-from moh_vision.attention.linear import cast_bias, in_float, product_dtype
+from moh_vision.attention.linear import cast_bias, in_float, plain, product_dtype
 from moh_vision.attention.routing import Call
 
 
@@ -44,6 +45,14 @@ class AllGroups(Executor):
 
 class ReferenceGroups(Executor):
     """The oracle: the sum over groups as a loop, in which every group has products of its own."""
+
+    def __init__(self, layer: nn.Module, call: Call, prepared: Any = None):
+        super().__init__(layer, call, prepared)
+        if not all(map(plain, layer.projections)):
+            raise ValueError(
+                f"executor 'reference' reads the weights of fc1 and fc2, but {HIDDEN_WEIGHTS}: give 'auto', 'packed' or "
+                "'masked', which call such layers"
+            )
 
     def project(self) -> Tensor:
         """Return the hidden channels before the activation, [B, N, G * D]."""

@@ -3,6 +3,7 @@
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
@@ -36,10 +37,11 @@ class TopKRouter(Router):
         return self.budget.routed
 
 
-class GateLinear(nn.Linear):
+class GateLinear(NonDynamicallyQuantizableLinear):
     """A router's linear layer, with outputs in float32 or better.
 
-    Dynamic quantisation replaces only modules whose class is exactly nn.Linear, so it leaves routers unquantised.
+    It is not quantised, because rounding must not decide which head wins: PyTorch's dynamic quantisation replaces only
+    modules whose class is exactly nn.Linear, and torchao leaves out those of the base class.
     """
 
     def forward(self, x: Tensor) -> Tensor:
