@@ -8,9 +8,10 @@
 For each seed a dense DiT is trained, converted and fine-tuned: half of the heads and half of the groups of every MLP run, chosen by
 the timestep (RECIPES says how the fine-tunings differ). Its opponents are dense:
 
-    shallow   fewer layers, as many as come nearest to the converted model's time
-    narrow    as many layers, of the width that comes nearest to its time
-    dense     the dense model itself, by fewer steps of the sampler
+    shallow     fewer layers, as many as come nearest to the converted model's time
+    narrow      as many layers, of the width that comes nearest to its time
+    one block   one layer
+    dense       the dense model itself, by fewer steps of the sampler
 
 The opponents have the compute of the dense training and of a fine-tuning for a tenth of its steps, the teacher's passes included, and
 so more steps than both, because their steps take less time. Every model is scored at several numbers of sampling steps:
@@ -19,9 +20,10 @@ share of samples that it recognises. Seed s draws the same noise for all models.
 
 Each command is printed before it runs; all are those that a user would type. What is finished is not done again: trainings resume,
 and what the report holds is not measured again, also if --folder is another one. Two runs go on at a time (--jobs), each on one
-thread; times are measured at the end, when nothing else runs. Results: benchmarks/results/conversion_quality.json.
+thread; times are measured at the end, when nothing else runs. Scores are those of one training of the classifier. Results: benchmarks/results/conversion_quality.json.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -53,7 +55,7 @@ PART = 10  # a fine-tuning has one step for so many of the dense model's, if its
 TEACHER = 1 / 3  # a forward pass of the teacher, in training steps
 ROUNDS = (10, 30)
 SECONDS = 30.0
-OPPONENTS = ("shallow", "narrow")
+OPPONENTS = ("shallow", "narrow", "one block")
 
 
 class Recipe(NamedTuple):
@@ -150,6 +152,16 @@ def call(script, options):
         raise SystemExit(
             f"conversion_quality: that command failed with exit code {result.returncode}"
         )
+
+
+def drop_scores_of_another(classifier, entry):
+    """Forget a study's scores in other features: another training of the classifier ends with other weights."""
+    weights = classifier / "model.safetensors"
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    if entry.get("classifier") != sha256:
+        print(f"dropped, because {weights} is another one: scores of {[*entry['scores']]}")
+        entry["scores"] = {}
+        entry["classifier"] = sha256
 
 
 class Runs:
@@ -253,12 +265,15 @@ class Runs:
         scores["mse"] = json.loads(last).get("mse")
         self.entry["scores"].setdefault(model, {})[str(seed)] = scores
 
+    def lacks(self, model, seed):
+        """Say whether the report has no scores of a run."""
+        return str(seed) not in self.entry["scores"].get(model, {})
+
     def train_and_score(self, model, seed):
         """Train and score a model, unless the report has its scores already."""
-        if str(seed) in self.entry["scores"].get(model, {}):
-            return
-        self.train(model, seed)
-        self.score(model, seed)
+        if self.lacks(model, seed):
+            self.train(model, seed)
+            self.score(model, seed)
 
     def guided_steps(self, models):
         """Return {name: function that denoises a batch by one guided step}, for the timing."""
@@ -284,8 +299,12 @@ class Runs:
         """Choose the dense opponents by timing: the depth and the width whose time is nearest to the converted model's."""
         if "opponents" in self.entry:
             return
-        dense = moh_vision.load_run(self.run_of("dense", 0))
-        models = {"dense": dense, "converted": moh_vision.load_run(self.run_of("plain", 0))}
+        # One step of training is enough: the shares are fixed, and with them the time.
+        trial = Runs(self.study._replace(steps=1), self.root, self.folder / "trial", self.entry)
+        for name in ("dense", "plain"):
+            trial.train(name, 0)
+        dense = moh_vision.load_run(trial.run_of("dense", 0))
+        models = {"dense": dense, "converted": moh_vision.load_run(trial.run_of("plain", 0))}
         made = {}
 
         def try_size(name, size, option, **changed):
@@ -317,12 +336,12 @@ class Runs:
         compute = self.study.steps + longest * (converted + TEACHER)  # in steps of the dense model
         opponents = {}
         for name in OPPONENTS:
-            sizes = [size for size in made if size.startswith(name)]
+            sizes = [size for size in made if size.startswith(name)] or ["shallow 1"]
             nearest = min(sizes, key=lambda size: abs(rows[size]["ratio"] - converted))
             steps = round(compute / rows[nearest]["ratio"])
             opponents[name] = dict(options=made[nearest], steps=steps, ratio=rows[nearest]["ratio"])
         self.entry["opponents"] = opponents
-        print(f"opponents: {opponents}", flush=True)
+        print(f"converted: {converted} of the time; opponents: {opponents}", flush=True)
 
     def time(self, seed):
         """Time a guided step of the models that a seed has, interleaved, over that of the dense one."""
@@ -336,21 +355,21 @@ class Runs:
 
 def study_of(runs, models, seeds, jobs):
     """Train, score and time what the report lacks."""
-    runs.classifier()
+    if any(name in OPPONENTS for name in models):
+        runs.size_opponents()  # first of all: nothing else runs yet
+    drop_scores_of_another(runs.classifier(), runs.entry)
 
-    def all_of(names, seeds=seeds):
+    def at_once(function, names, seeds=seeds):
         pairs = [(name, seed) for seed in seeds for name in names]
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(lambda pair: runs.train_and_score(*pair), pairs))
+            list(pool.map(lambda pair: function(*pair), pairs))
 
     recipes = [name for name in models if name in RECIPES]
-    all_of(["dense"])
-    if any(name in OPPONENTS for name in models):
-        all_of(["plain"])
-        runs.size_opponents()
-    # "searched" reads the plain conversion's run.
-    all_of([name for name in recipes if name == "plain"])
-    all_of([name for name in models if name not in ("dense", "plain")])
+    # Fine-tunings read the dense run, searched ones the plain conversion's too, which may be scored and gone.
+    tuned = [seed for seed in seeds if any(runs.lacks(name, seed) for name in recipes)]
+    at_once(runs.train, ["dense"], {*tuned, seeds[0]})  # times are those of the first seed
+    at_once(runs.train, ["plain"], tuned)
+    at_once(runs.train_and_score, models)
     runs.time(seeds[0])
 
 

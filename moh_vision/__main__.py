@@ -17,7 +17,7 @@ COMMANDS = {
     "patches": "which heads each patch of an image runs",
     "measure": "the time that a model saves on this machine when it skips heads",
     "budget-curve": "score and latency over the share of active heads",
-    "sampling-curve": "scores of samples over guidance, its interval, steps, the sampler or EMA",
+    "sampling-curve": "scores of samples over guidance, its interval, steps, the sampler, a cache or EMA",
     "alignment": "how near the features of a diffusion model's blocks are to a teacher's (REPA)",
     "search": "a budget of heads or MLP groups for a trained model, found without training",
     "predict": "name what is on images",

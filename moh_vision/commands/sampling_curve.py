@@ -1,4 +1,4 @@
-"""Scores of samples over an option of sampling: which guidance, interval, sampler, steps, or average of the weights.
+"""Scores of samples over an option of sampling: which guidance, interval, sampler, steps, cache, or average of the weights.
 
     python -m moh_vision sampling-curve RUN --over cfg_scale 1 1.5 2 3 --score REFERENCE --output curve.png
     python -m moh_vision sampling-curve RUN OTHER_RUN --over steps 5 10 25 50 --score REFERENCE --output steps.png
@@ -42,6 +42,7 @@ OVER = (
     "guide",
     "guide_scale",
     "guide_channels",
+    "cache",
 )
 BUDGETS = ("head_budget", "mlp_budget")
 # Scores that are drawn, of those that the extractor computes. The first one decides which value is best.

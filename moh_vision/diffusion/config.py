@@ -1,5 +1,6 @@
 """The configurations of a diffusion run, of sampling from one, and of opening one."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -347,6 +348,10 @@ class SampleConfig(Guided):
     cuda_graph: Literal["off", "on", "auto"] = key("off", needs=DRAWS)
     """Replay the model's predictions as a CUDA graph (docs/guides/gpu.md): "on" if its results equal the eager ones, "auto" if
     it is also faster. "off" until it has run on a card."""
+    cache: str = key("none", needs=DRAWS)
+    """Reuse what earlier steps computed, by a cache of diffusers (docs/guides/sampling.md): "taylorseer:3" computes the blocks in
+    every third step and extrapolates between, "first_block:0.1" skips the blocks after the first where that one changed
+    its tokens by less than a tenth."""
     vae: str | None = key(None)
     """Name or folder of the VAE of a latent model; left out: the one that the run was trained with."""
     save_pipeline: str | None = key(None)
@@ -395,6 +400,12 @@ class SampleConfig(Guided):
 
     def agree(self) -> None:
         check_sampler("sampler", self.sampler)
+        if parse_cache(self.cache):
+            for name, idle in (("cuda_graph", "off"), ("head_load", None)):
+                if getattr(self, name) != idle:
+                    raise ValueError(
+                        f"cache {self.cache} leaves blocks out, which {name} {getattr(self, name)} needs: give one of them"
+                    )
         for name, value in PROTOCOLS.get(self.protocol, {}).items():
             if getattr(self, name) not in (None, value):
                 shown = "all" if value is None else value
@@ -423,6 +434,22 @@ class SampleConfig(Guided):
             raise ValueError(
                 f"num_images {self.num_images}: nothing would be written; give {outputs}"
             )
+
+
+def parse_cache(text: str) -> tuple[str, float] | None:
+    """Return the name and the number of a cache, None for "none"; ValueError for what is no cache."""
+    name, _, number = text.partition(":")
+    try:
+        if text == "none":
+            return None
+        if name == "taylorseer" and int(number) > 1:
+            return name, int(number)
+        if name == "first_block" and 0 < float(number) < math.inf:
+            return name, float(number)
+    except ValueError:
+        pass
+    expected = "none, taylorseer:N with N of 2 or more, or first_block:T with T above 0"
+    raise ValueError(f"cache {text!r} is out of range: {expected}")
 
 
 @dataclass(kw_only=True)

@@ -164,7 +164,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         scheduler = schedulers.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
         schedulers.set_steps(scheduler, num_inference_steps)
         for model in (self.transformer, guide):
-            self._check_tools(model, guide, scheduler, graphs)
+            self.check_tools(model, guide, scheduler, graphs)
         call = sampling.within_cache(graphs or sampling.predicted, "model")
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(
@@ -275,7 +275,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             )
         self.register_to_config(downsampling=space.downsampling)
 
-    def _check_tools(
+    def check_tools(
         self,
         model: Any,
         guide: str | ModelMixin | None,

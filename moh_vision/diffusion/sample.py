@@ -25,7 +25,7 @@ from moh_vision.common.progress import Progress
 from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.decode import AS_STORED, Decoding
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.config import SampleConfig, chosen_classes
+from moh_vision.diffusion.config import SampleConfig, chosen_classes, parse_cache
 from moh_vision.diffusion.image_grid import (
     WRITTEN,
     Denoising,
@@ -55,6 +55,7 @@ from moh_vision.engine.cuda_graphs import RECORD, CudaGraphs, in_words
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.evaluation.fidelity.reference import is_adm
+from moh_vision.models.dit_caches import cached
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import Weights, find_weights
 
@@ -74,6 +75,7 @@ SAMPLING = (
     "cuda_graph",
     "head_budget",
     "mlp_budget",
+    "cache",
     "weights",
 )
 
@@ -269,6 +271,12 @@ class Drawing:
         else:
             self.weak = open_guide("--guide", config.guide, pipe.transformer, vae)
         self.scorer = like and like.scorer
+        self.cache = parse_cache(config.cache)
+        try:
+            with cached(pipe.transformer, self.cache):
+                pipe.check_tools(pipe.transformer, self.weak, pipe.scheduler, None)
+        except ValueError as error:
+            raise ValueError(f"cache {config.cache}: {error}") from None
         pipe.set_progress_bar_config(disable=True)
         # None: the file does not say.
         self.ema = {"ema": True, "ema2": True, "model": False}.get(found.held)
@@ -320,8 +328,11 @@ class Drawing:
 
     @property
     def sampling_text(self) -> str:
-        """Sampler, steps and guidance in words, for messages and records."""
-        return f"{self.config.sampler_in_words}, {self.config.guidance}"
+        """Sampler, steps, guidance and cache in words, for messages and records."""
+        text = f"{self.config.sampler_in_words}, {self.config.guidance}"
+        if self.cache:
+            text += f", cache {self.config.cache}"
+        return text
 
     def record(self) -> dict:
         """Return what scores.json says about how the images were made: protocol, sampling and versions."""
@@ -493,7 +504,7 @@ class Drawing:
                 labels = self.labels[numbers.start : numbers.stop]
                 seeds = [derive_seed(config.seed, i) for i in numbers]
                 generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-                with accelerator.autocast():
+                with accelerator.autocast(), cached(pipe.transformer, self.cache):
                     latents = pipe(labels, generator=generators, **options).images
                     parts.add(batch, to_uint8(pipe.decode(latents)), load.sums)
                 progress.note(f"{numbers.stop} of {total} images, peak {peak_memory_mib():.0f} MiB")

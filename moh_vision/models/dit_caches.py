@@ -4,9 +4,12 @@ A cache puts hooks around blocks or layers, which return in some steps what they
 returned, in earlier steps. diffusers looks for what it can put a hook around; where it finds nothing it says nothing.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import diffusers
 from diffusers.hooks import HookRegistry
 from diffusers.hooks.pyramid_attention_broadcast import (
     _PYRAMID_ATTENTION_BROADCAST_HOOK,
@@ -131,6 +134,36 @@ def matched(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if any(re.fullmatch(pattern, name) for pattern in patterns)
     }
+
+
+@contextlib.contextmanager
+def cached(model: nn.Module, cache: tuple[str, float] | None) -> Iterator[None]:
+    """Let a model sample with a cache of diffusers inside a `with` block.
+
+    Args:
+        model: a `MoHDiTTransformer2DModel`.
+        cache: ("taylorseer", steps from one pass through the blocks to the next), ("first_block", threshold), or None.
+
+    Raises:
+        ValueError: the cache does not fit the model.
+    """
+    if cache is None:
+        yield
+        return
+    name, number = cache
+    if name == "taylorseer":
+        config = diffusers.TaylorSeerCacheConfig(
+            cache_interval=number,
+            cache_identifiers=[r"blocks\.\d+"],
+            taylor_factors_dtype=model.dtype,  # left out, differences of steps are in bfloat16
+        )
+    else:
+        config = diffusers.FirstBlockCacheConfig(threshold=number)
+    model.enable_cache(config)
+    try:
+        yield
+    finally:
+        model.disable_cache()
 
 
 def caches_blocks(model: nn.Module) -> bool:
