@@ -19,8 +19,9 @@ by the Frechet distance of its samples to the test images in the features of a c
 share of samples that it recognises. Seed s draws the same noise for all models.
 
 Each command is printed before it runs; all are those that a user would type. What is finished is not done again: trainings resume,
-and what the report holds is not measured again, also if --folder is another one. Two runs go on at a time (--jobs), each on one
-thread; times are measured at the end, when nothing else runs. Scores are those of one training of the classifier. Results: benchmarks/results/conversion_quality.json.
+and what the report holds is not measured again, also if --folder is another one, as long as its classifier is the same. Two runs
+go on at a time (--jobs), each on one thread; times are measured at the end, when nothing else runs.
+Results: benchmarks/results/conversion_quality.json.
 """
 
 import hashlib
@@ -154,14 +155,20 @@ def call(script, options):
         )
 
 
-def drop_scores_of_another(classifier, entry):
-    """Forget a study's scores in other features: another training of the classifier ends with other weights."""
-    weights = classifier / "model.safetensors"
-    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
-    if entry.get("classifier") != sha256:
-        print(f"dropped, because {weights} is another one: scores of {[*entry['scores']]}")
-        entry["scores"] = {}
-        entry["classifier"] = sha256
+def sha256_of(classifier):
+    """Return the SHA-256 of a classifier's weights: distances in the features of two trainings cannot be compared."""
+    return hashlib.sha256((classifier / "model.safetensors").read_bytes()).hexdigest()
+
+
+def refuse_scores_of_another(classifier, entry):
+    """Note in a study's entry which classifier scores; end if the scores that it has are of another one."""
+    sha256 = sha256_of(classifier)
+    if entry["scores"] and entry.get("classifier") != sha256:
+        raise SystemExit(
+            f"the report's scores are of a classifier with SHA-256 {entry.get('classifier')}, not of {classifier} with {sha256}: "
+            '--output another file, or empty "scores" of the study in this one'
+        )
+    entry["classifier"] = sha256
 
 
 class Runs:
@@ -249,7 +256,7 @@ class Runs:
         """Score a run at every number of sampling steps; keep the scores in the report."""
         study = self.study
         run = self.run_of(model, seed)
-        figure = run / "curve.png"
+        figure = run / f"curve_{sha256_of(self.classifier())[:8]}.png"
         if not figure.exists():
             options = ["sampling-curve", run, "--over", "steps", *study.sampling_steps]
             options += ["--output", figure, "--noises", 1, "--seed", seed]
@@ -297,7 +304,7 @@ class Runs:
 
     def size_opponents(self):
         """Choose the dense opponents by timing: the depth and the width whose time is nearest to the converted model's."""
-        if "opponents" in self.entry:
+        if self.entry.get("opponents", {}).keys() >= set(OPPONENTS):
             return
         # One step of training is enough: the shares are fixed, and with them the time.
         trial = Runs(self.study._replace(steps=1), self.root, self.folder / "trial", self.entry)
@@ -336,7 +343,9 @@ class Runs:
         compute = self.study.steps + longest * (converted + TEACHER)  # in steps of the dense model
         opponents = {}
         for name in OPPONENTS:
-            sizes = [size for size in made if size.startswith(name)] or ["shallow 1"]
+            sizes = [size for size in made if size.startswith(name)]
+            if name == "one block":
+                sizes = ["shallow 1"]
             nearest = min(sizes, key=lambda size: abs(rows[size]["ratio"] - converted))
             steps = round(compute / rows[nearest]["ratio"])
             opponents[name] = dict(options=made[nearest], steps=steps, ratio=rows[nearest]["ratio"])
@@ -357,7 +366,7 @@ def study_of(runs, models, seeds, jobs):
     """Train, score and time what the report lacks."""
     if any(name in OPPONENTS for name in models):
         runs.size_opponents()  # first of all: nothing else runs yet
-    drop_scores_of_another(runs.classifier(), runs.entry)
+    refuse_scores_of_another(runs.classifier(), runs.entry)
 
     def at_once(function, names, seeds=seeds):
         pairs = [(name, seed) for seed in seeds for name in names]
@@ -366,9 +375,12 @@ def study_of(runs, models, seeds, jobs):
 
     recipes = [name for name in models if name in RECIPES]
     # Fine-tunings read the dense run, searched ones the plain conversion's too, which may be scored and gone.
-    tuned = [seed for seed in seeds if any(runs.lacks(name, seed) for name in recipes)]
-    at_once(runs.train, ["dense"], {*tuned, seeds[0]})  # times are those of the first seed
-    at_once(runs.train, ["plain"], tuned)
+    tuned = {seed for seed in seeds if any(runs.lacks(name, seed) for name in recipes)}
+    searched = [name for name in recipes if RECIPES[name].searched]
+    of_plain = {seed for seed in seeds if any(runs.lacks(name, seed) for name in searched)}
+    # Times are those of the first seed.
+    at_once(runs.train, ["dense"], {*tuned, seeds[0]})
+    at_once(runs.train, ["plain"], {*of_plain, seeds[0]})
     at_once(runs.train_and_score, models)
     runs.time(seeds[0])
 

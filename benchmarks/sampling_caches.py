@@ -11,7 +11,8 @@ TaylorSeer computes the blocks in the first three steps and then in every second
 FirstBlockCache skips all blocks but the first where that one changed its tokens little; it does not fit JiT.
 
 Scored are the Frechet distance of the samples to the test images in the features of the study's classifier (no FID), and the
-share that it recognises. Seed s draws the same noise everywhere. Times are of drawing one batch of images, interleaved.
+share that it recognises. Seed s draws the same noise everywhere. Times are of drawing one batch of images, interleaved. What the
+report holds is not scored again: the runs and the classifier must be those of its scores.
 Results: benchmarks/results/sampling_caches.json.
 """
 
@@ -22,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from conversion_quality import STUDIES, drop_scores_of_another
+from conversion_quality import STUDIES, refuse_scores_of_another
 from timing import (
     about_machine,
     interleaved,
@@ -160,7 +161,7 @@ def score(study, root, folder, seed, entry):
             print(f"seed {seed}, {variant.key}: {kept}", flush=True)
 
 
-def time(study, root, folder, seed, entry):
+def measure_times(study, root, folder, seed, entry):
     """Time a batch of every variant, interleaved; ratios are to the dense model with most steps."""
     drawings = open_drawings(study, root, folder, seed)
     batch = STUDIES[study].batch
@@ -210,7 +211,7 @@ def main():
     report = new_report(studies={})
     if args.output.exists():
         report["studies"] = json.loads(args.output.read_text())["studies"]
-    if args.study is None:
+    if args.study is None or args.table:
         if not args.table:
             parser.error("--study or --table is needed")
         print(tables(json.loads(args.output.read_text())), end="")
@@ -218,9 +219,9 @@ def main():
     entry = report["studies"].setdefault(args.study, dict(scores={}, times={}))
     try:
         if args.time:
-            time(args.study, args.root, args.folder, args.seeds[0], entry)
+            measure_times(args.study, args.root, args.folder, args.seeds[0], entry)
         else:
-            drop_scores_of_another(args.folder / args.study / "classifier", entry)
+            refuse_scores_of_another(args.folder / args.study / "classifier", entry)
             for seed in args.seeds:
                 score(args.study, args.root, args.folder, seed, entry)
     finally:

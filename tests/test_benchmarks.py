@@ -265,6 +265,10 @@ def study(tmp_path, monkeypatch):
         script, "call", lambda name, options: given.append([str(o) for o in options])
     )
     digits = script.STUDIES["digits"]._replace(steps=1200)
+    classifier = tmp_path / "classifier"
+    classifier.mkdir()
+    (classifier / "results.json").touch()
+    (classifier / "model.safetensors").write_text("weights")
     sizes = dict(narrow=dict(options="--model.embed_dim 88", steps=2000))
     entry = dict(scores={}, times={}, opponents=sizes)
     return script, script.Runs(digits, "digits", tmp_path, entry), given
@@ -281,7 +285,7 @@ def study(tmp_path, monkeypatch):
     ],
 )
 def test_the_study_does_not_repeat_what_is_finished(model, steps, option, study):
-    _, runs, given = study
+    script, runs, given = study
     runs.train(model, 2)
     [options] = given
     assert option in options
@@ -292,14 +296,25 @@ def test_the_study_does_not_repeat_what_is_finished(model, steps, option, study)
     assert len(given) == 2  # without weights it is not finished
     (run / "model.safetensors").touch()
     (run / "metrics.jsonl").write_text('{"mse": 0.5}\n')
-    (run / "curve.png").touch()
+    curve = f"curve_{script.sha256_of(runs.classifier())[:8]}"
+    (run / f"{curve}.png").touch()
     scores = dict(frechet_distance=[[3.0], [2.0]], recognised=[[80.0], [90.0]])
-    (run / "curve.json").write_text(json.dumps(dict(lines=[dict(scores=scores)])))
+    (run / f"{curve}.json").write_text(json.dumps(dict(lines=[dict(scores=scores)])))
     for _ in range(2):
         runs.train_and_score(model, 2)
     assert len(given) == 2
     found = runs.entry["scores"][model]["2"]
     assert found == dict(frechet_distance=[3.0, 2.0], recognised=[80.0, 90.0], mse=0.5)
+
+
+def test_scores_of_another_classifier_are_refused(study):
+    script, runs, _ = study
+    script.refuse_scores_of_another(runs.classifier(), runs.entry)
+    runs.entry["scores"]["plain"] = {"0": {}}
+    script.refuse_scores_of_another(runs.classifier(), runs.entry)
+    (runs.classifier() / "model.safetensors").write_text("others")
+    with pytest.raises(SystemExit, match="another file"):
+        script.refuse_scores_of_another(runs.classifier(), runs.entry)
 
 
 def test_the_table_of_the_study(study):

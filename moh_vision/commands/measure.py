@@ -5,10 +5,12 @@
     python -m moh_vision measure dit_small_patch2 --groups
     python -m moh_vision measure vit_small_patch16_224 --training --mixed-precision bf16
 
-NAME: a dense ViT of timm that moh_vision.convert takes, or a DiT. It is timed with random weights, then
-converted to each share of its heads: a ViT's are chosen for every token, a DiT's by the timestep, as in
-sampling. With --groups as large a share of the groups of every MLP runs too. A GPU is taken where there is
-one. All models take turns; printed are medians and, in brackets, quartiles over the rounds.
+NAME: a dense ViT of timm that moh_vision.convert takes, or a dense DiT, SiT or JiT. It is timed with random
+weights, then converted to each share of its heads: a ViT's are chosen for every token, a DiT's by the
+timestep, which sampling has in common for all images. With --groups as large a share of the groups of every
+MLP runs too, and a ViT chooses for every image. A GPU is taken where there is one. All models take turns;
+printed are medians and, in brackets, quartiles over the rounds, and in how many kinds of calls heads or
+groups are skipped, because that was measured to be faster.
 """
 
 from collections.abc import Callable
@@ -19,13 +21,16 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from moh_vision.attention import model_budgets
 from moh_vision.attention.executors.measurement_table import current_table, device_name
 from moh_vision.attention.measure import collect, rows_of_calls
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.commands.timing import Timed, take_turns
 from moh_vision.common.errors import nearest
 from moh_vision.common.progress import say
+from moh_vision.common.wings import DIFFUSION
 from moh_vision.models.convert import convert
+from moh_vision.models.creation import image_models
 from moh_vision.models.describe import aligned
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 
@@ -71,18 +76,19 @@ def work(options) -> None:
 def models_of(name: str, shares, groups: bool, img_size: int | None) -> dict[str, nn.Module]:
     """Make a dense model and its conversions: {what its row says: model}; ValueError if there can be none."""
     arguments = {} if img_size is None else dict(img_size=img_size)
-    is_dit = name.startswith("dit_")
-    if is_dit:
-        arguments |= dict(scope="sample", route_by="timestep")
     if not timm.is_model(name):
         problem = f"{name} is not a model in timm's registry"
         near = nearest(name, timm.list_models(), 3)
         if near:
             problem += f", did you mean {' or '.join(near)}?"
         raise ValueError(problem)
+    is_dit = image_models().get(name.split(".")[0]) == DIFFUSION.name
+    if is_dit:
+        arguments |= dict(scope="sample", route_by="timestep")
     try:
         dense = timm.create_model(name, **arguments)
-    except (AssertionError, TypeError, ValueError) as error:
+        convert(deepcopy(dense))
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
     # A choice of groups is one of an image.
     scope = "sample" if is_dit or groups else "token"
@@ -94,12 +100,12 @@ def models_of(name: str, shares, groups: bool, img_size: int | None) -> dict[str
             converted = convert(
                 deepcopy(dense), head_budget=budget, scope=scope, mlp_budget=mlp_budget
             )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"--shares {share:g}: {error}") from None
         for layer in routed_layers(converted):
             draw_router(layer.router)
-        parts = "heads and groups" if groups else "heads"
-        models[f"{100 * share:g} % of the {parts}"] = converted
+        # Whole heads run: two shares may be one, which is timed once.
+        models[str(model_budgets(converted))] = converted
     return models
 
 
@@ -115,13 +121,19 @@ def draw_router(router: nn.Module) -> None:
 
 
 def inputs_of(model: nn.Module, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw the arguments of a model's forward; a DiT's as a sampler gives them, with one timestep for all images."""
+    """Draw the arguments of a model's forward.
+
+    A DiT gets them as a sampler gives them, with one timestep for all images; in training mode each image has its own.
+    """
     if isinstance(model, MoHDiTTransformer2DModel):
         config = model.config
         size = (batch, config.in_channels, config.sample_size, config.sample_size)
         latents = torch.randn(size, device=device)
         labels = torch.arange(batch, device=device) % config.num_classes
-        return latents, torch.tensor([500], device=device), labels
+        timesteps = torch.tensor([500], device=device)
+        if model.training:
+            timesteps = torch.randint(1000, (batch,), device=device)
+        return latents, timesteps, labels
     channels, *sides = model.pretrained_cfg["input_size"]
     if hasattr(model, "patch_embed"):
         sides = model.patch_embed.img_size
@@ -146,25 +158,32 @@ def pass_of(model: nn.Module, inputs: tuple[Tensor, ...], options) -> Callable[[
 def timed_rows(models: dict[str, nn.Module], device: torch.device, options) -> list[str]:
     """Time the models; return the lines of the table."""
     timed = []
+    skipping = []
     context = nullcontext if options.training else torch.no_grad
     for model in models.values():
         model.to(device).train(options.training)
         inputs = inputs_of(model, options.batch_size, device)
         run = pass_of(model, inputs, options)
+        skipping.append("")
         if routed_layers(model):
             calls: dict = {}
             collect(calls, model, run, training=options.training)
-            current_table().add(rows_of_calls(calls, PATIENCE))
+            rows = rows_of_calls(calls, PATIENCE)
+            current_table().add(rows)
+            skips = sum(row.taken != "Masked" for row in rows)
+            skipping[-1] = f"{skips} of {len(calls)}"
+            if not calls:
+                skipping[-1] = "not measured"
         timed.append(Timed([], run, context))
     take_turns(timed, options.rounds)
     size = "x".join(map(str, inputs[0].shape))
     mode = "forward and backward" if options.training else "forward"
     precision = "float32" if options.mixed_precision == "no" else options.mixed_precision
     title = f"{options.name}, {mode}, {size}, {precision}, {device_name(device)}"
-    rows = [("", "ms", "", "over dense")]
+    rows = [("", "ms", "", "over dense", "calls that skip")]
     dense = timed[0].milliseconds[1]
-    for name, (milliseconds, *_) in zip(models, timed):
+    for name, (milliseconds, *_), skips in zip(models, timed, skipping):
         low, middle, high = milliseconds
         quartiles = f"[{low:.4g} {high:.4g}]"
-        rows.append((name, f"{middle:.4g}", quartiles, f"{middle / dense:.2f}"))
+        rows.append((name, f"{middle:.4g}", quartiles, f"{middle / dense:.2f}", skips))
     return [title, *aligned(rows)]

@@ -284,11 +284,7 @@ class MoHDiTPipeline(DiffusionPipeline):
     ) -> None:
         """Refuse a cache or an adapter in a model, the transformer or its guide, that cannot work in this sampling."""
         if graphs is not None and isinstance(model, MoHDiTTransformer2DModel):
-            for name in model.adapted_layers():
-                raise ValueError(
-                    f"graphs: a graph goes on with the adapters and scales of its capture, and {name} has an adapter; call "
-                    "fuse_lora() and unload_lora(), or give no graphs"
-                )
+            model.refuse_adapters("graphs: a graph goes on with the adapters of its capture")
         if not getattr(model, "is_cache_enabled", False):
             return
         name = type(model._cache_config).__name__

@@ -142,7 +142,7 @@ def estimate_cost(
     cost = Cost(pace, memory, flops, product_rate(device, config.mixed_precision))
     rows = table(from_all(cost), loop.span.stop, UNITS[loop.log.unit], device, product_name(config))
     title = f"estimate from {STEPS} steps after {WARM_UP} to warm up, on {device_name(device)}"
-    lines = [title, *aligned([*rows, *more_rows])]
+    lines = [title, *lines_of([*rows, *more_rows])]
     loop.accelerator.print("\n".join(lines))
     if config.estimate == LARGEST:
         loop.accelerator.print(largest_batch(loop, last, fetched.more))
@@ -212,7 +212,7 @@ def table(costs: list[Cost], steps: int, unit: str, device: torch.device, dtype:
     return rows
 
 
-def aligned(rows: Sequence[Row]) -> list[str]:
+def lines_of(rows: Sequence[Row]) -> list[str]:
     """Return the lines of some rows, the values right-aligned."""
     first = max(len(name) for name, _, _ in rows)
     second = max(len(value) for _, value, _ in rows)

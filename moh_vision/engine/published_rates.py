@@ -51,7 +51,7 @@ def rows_of_rates(
     Args:
         rates: the published speeds.
         images: training images of the whole run, repeated ones each time.
-        macs: multiply-accumulates of one forward of one image.
+        macs: multiply-accumulates of one forward of one image, without those of teachers.
     """
     rows = []
     for rate in rates:
@@ -59,5 +59,6 @@ def rows_of_rates(
         if hours < LEAST_HOURS:
             continue
         said = f"by MACs, if as fast as {rate.model}: {rate.images:,} img/s, {rate.setting} ({rate.source})"
-        rows.append((f"  {rate.cards}", f"{hours:,.3f} h", said))
+        # Three digits, such as 4,520: more would be made up.
+        rows.append((f"  {rate.cards}", f"{float(f'{hours:.3g}'):,g} h", said))
     return rows

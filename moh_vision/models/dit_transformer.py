@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -43,7 +43,10 @@ from moh_vision.attention import (
     init_routers,
     run_block,
 )
-from moh_vision.attention.linear import is_captured
+from moh_vision.attention.executors import Sequences
+from moh_vision.attention.executors.groups import GroupsOfSequences
+from moh_vision.attention.linear import is_around, is_captured
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_caches import (
     BROADCAST,
@@ -64,7 +67,6 @@ NORMS = {
 }
 COMPAT = ("official", "diffusers", *FROM_NOISE)
 ROUTE_BY = ("condition", "timestep")
-AROUND = ("base_layer", "original_module")  # under which peft keeps a layer that it stands around
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -570,33 +572,56 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin, PeftAdapterM
 
     def adapted_layers(self) -> dict[str, nn.Module]:
         """Return the layers that peft has put around others, by name."""
-        return {
-            name: module
-            for name, module in self.named_modules()
-            if not module._modules.keys().isdisjoint(AROUND)
-        }
+        return {name: module for name, module in self.named_modules() if is_around(module)}
+
+    def refuse_adapters(self, asked: str) -> None:
+        """Raise ValueError if the model has adapters. `asked` says what does not work with them, and why."""
+        name = next(iter(self.adapted_layers()), None)
+        if name:
+            raise ValueError(
+                f"{asked}; {name} has an adapter: save_lora_adapter() saves adapters, fuse_lora() and then unload_lora() make "
+                "those of LoRA part of the weights"
+            )
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Add an adapter, see diffusers' `PeftAdapterMixin`. It takes the model's mode: peft makes it with dropout on."""
+        self._check_takes_adapters()
         super().add_adapter(*args, **kwargs)
         self._set_mode_of_adapters()
 
     def load_lora_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Load an adapter, see diffusers' `PeftAdapterMixin`. It takes the model's mode, as in `add_adapter`."""
+        self._check_takes_adapters()
         super().load_lora_adapter(*args, **kwargs)
         self._set_mode_of_adapters()
+
+    def _check_takes_adapters(self) -> None:
+        """Raise ValueError for a model in which an adapter would fail, or be read past."""
+        for name, parameter in self.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype.itemsize == 1:
+                raise ValueError(
+                    f"{name} is kept in {parameter.dtype}, in which no adapter computes: add adapters before "
+                    "enable_layerwise_casting"
+                )
+        for name, module in self.named_modules():
+            if isinstance(module, RoutedLayer) and module.executor in (
+                Sequences,
+                GroupsOfSequences,
+            ):
+                raise ValueError(
+                    f"{name} reads its weights since gather_heads: add adapters to a model as it was before"
+                )
 
     def _set_mode_of_adapters(self) -> None:
         for layer in self.adapted_layers().values():
             layer.train(self.training)
 
+    @wraps(
+        ModelMixin.save_pretrained
+    )  # a pipeline passes on the arguments that the signature names
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save as diffusers does. A model with adapters is refused: diffusers would save weights that no model can read."""
-        for name in self.adapted_layers():
-            raise ValueError(
-                f"save_pretrained: the weights of {name} have other names under its adapter; save_lora_adapter() saves the "
-                "adapter, fuse_lora() and then unload_lora() make it part of the weights"
-            )
+        # diffusers would save weights that no model can read.
+        self.refuse_adapters("save_pretrained: weights have other names under an adapter")
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def _check_inputs(self, hidden_states: Tensor, timestep: Tensor) -> None:

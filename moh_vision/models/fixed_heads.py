@@ -18,7 +18,7 @@ from moh_vision.attention import (
 from moh_vision.attention.executors import Sequences
 from moh_vision.attention.executors.groups import GroupsOfSequences
 from moh_vision.attention.executors.reasons import HIDDEN_WEIGHTS
-from moh_vision.attention.linear import plain
+from moh_vision.attention.linear import is_around, plain
 from moh_vision.attention.model_heads import new_router
 from moh_vision.models.convert import linear
 
@@ -114,6 +114,8 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
         return "its router needs all its heads, or one routed head at least"
     if not all(map(plain, layer.projections)):
         return f"{HIDDEN_WEIGHTS}, so that no head can be cut out of their weights"
+    if any(map(is_around, layer.router.modules())):
+        return "its router has an adapter, out of which no head can be cut"
     return layer.router.why_not_keep() or None
 
 

@@ -81,13 +81,16 @@ def of_channels(mlp: nn.Module) -> Measured:
 
 
 def check_readable(linear: nn.Module) -> None:
-    """Refuse a layer whose weight does not say what the layer computes: one under an adapter, or quantised."""
+    """Refuse a layer whose weight does not say what the layer computes: pruned, quantised or under an adapter.
+
+    Unlike `plain` it allows hooks, which change no weights: measuring uses some.
+    """
     weight = linear.__dict__["_parameters"].get("weight")
     if type(linear) is not nn.Linear or type(weight) is not nn.Parameter:
+        class_name = f"{type(linear).__module__}.{type(linear).__name__}"
         raise ValueError(
-            f"calibrate sorts the weights of plain linear layers, not of a {type(linear).__module__}."
-            f"{type(linear).__name__} with a {type(linear.weight).__name__}: convert first, and quantise or add adapters "
-            "afterwards"
+            f"calibrate sorts the weights of plain linear layers, and a {class_name} has other ones: convert first, and prune, "
+            "quantise or add adapters afterwards"
         )
 
 

@@ -127,10 +127,18 @@ def dense_mlps(model: nn.Module) -> list[Mlp]:
 def check_plain(mlp: nn.Module | None, name: str) -> None:
     """Refuse an MLP, called `name` in the model, that is not two linear layers around an activation."""
     plain = type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity)
-    if not plain or {type(mlp.fc1), type(mlp.fc2)} != {nn.Linear}:
+    if not plain:
         raise ValueError(
-            f"mlp_budget: {name} is a {type(mlp).__name__}, not two plain linear layers around an activation"
+            f"mlp_budget: {name} is a {type(mlp).__name__}, not two linear layers around an activation"
         )
+    for part in ("fc1", "fc2"):
+        linear = getattr(mlp, part)
+        if type(linear) is not nn.Linear:
+            class_name = f"{type(linear).__module__}.{type(linear).__name__}"
+            raise ValueError(
+                f"mlp_budget: {name}.{part} is a {class_name}, not a plain linear layer: convert first, and quantise or add "
+                "adapters afterwards"
+            )
 
 
 def route_mlps(model: nn.Module, budgets: Sequence[HeadBudget], options: dict) -> None:

@@ -35,9 +35,16 @@ def table(run_command, monkeypatch):
 def test_a_table_has_the_times_over_those_of_the_dense_model(table):
     *_, title, head, dense, half = table(*VIT, "--shares", "0.5")
     assert title.startswith("vit_tiny_patch16_224, forward, 2x3x32x32, float32, ")
-    assert head.split() == ["ms", "over", "dense"]
+    assert head.split() == ["ms", "over", "dense", "calls", "that", "skip"]
     assert dense.split() == ["dense", "8", "[7", "9]", "1.00"]
-    assert half == "50 % of the heads   2  [1 3]        0.25"
+    assert half == "66.7 % of the heads   2  [1 3]        0.25     not measured"
+
+
+@pytest.mark.parametrize("ratio, skips", [(0.5, "1 of 1"), (2.0, "0 of 1")])
+def test_a_table_says_how_many_kinds_of_calls_skip_heads(table, skipping_takes, ratio, skips):
+    skipping_takes(ratio)
+    *_, half = table(*VIT, "--shares", "0.5")
+    assert half.endswith(f"  {skips}")
 
 
 def test_training_goes_backward_through_all_models(table, monkeypatch):
@@ -56,20 +63,34 @@ def test_training_goes_backward_through_all_models(table, monkeypatch):
 
 def test_a_vit_chooses_for_every_token_and_a_dit_by_the_timestep():
     models = measure.models_of("vit_base_patch16_224", [0.75, 0.5], groups=False, img_size=32)
-    assert list(models) == ["dense", "75 % of the heads", "50 % of the heads"]
+    assert list(models) == ["dense", "75.0 % of the heads", "50.0 % of the heads"]
     for model, share in zip(list(models.values())[1:], (0.75, 0.5)):
         budgets = model_budgets(model)
         assert budgets.share == share and not budgets.groups
         assert {layer.scope for layer in measure.routed_layers(model)} == {"token"}
-    models = measure.models_of("dit_small_patch2", [0.5], groups=True, img_size=8)
-    half = models["50 % of the heads and groups"]
-    assert model_budgets(half).share == 0.5 and len(model_budgets(half).groups) == 12
-    assert half.config.scope == "sample" and half.config.route_by == "timestep"
+    for name in ("dit_small_patch2", "sit_small_patch2"):
+        _, half = measure.models_of(name, [0.5], groups=True, img_size=8).values()
+        assert model_budgets(half).share == 0.5 and len(model_budgets(half).groups) == 12
+        assert half.config.scope == "sample" and half.config.route_by == "timestep"
+
+
+def test_shares_of_equal_budgets_are_one_model():
+    """Of three heads two run, whatever share is asked for."""
+    models = measure.models_of("vit_tiny_patch16_224", [0.75, 0.5], groups=False, img_size=32)
+    assert list(models) == ["dense", "66.7 % of the heads"]
+
+
+def test_a_dit_has_one_timestep_for_all_images_but_in_training():
+    dense, _ = measure.models_of("dit_small_patch2", [0.5], groups=False, img_size=8).values()
+    for training, size in ((True, 3), (False, 1)):
+        dense.train(training)
+        _, timesteps, _ = measure.inputs_of(dense, 3, torch.device("cpu"))
+        assert len(timesteps) == size
 
 
 def test_tokens_take_different_heads():
     model = measure.models_of("vit_base_patch16_224", [0.5], groups=False, img_size=64)
-    model = model["50 % of the heads"].eval()
+    model = model["50.0 % of the heads"].eval()
     _, statistics = model.forward_routed(torch.randn(2, 3, 64, 64))
     counts = statistics[0].counts[0]  # [H], how many of the 17 tokens of an image run each head
     assert ((0 < counts) & (counts < 17)).any()
@@ -81,6 +102,8 @@ MISTAKES = {
     ("resnet18",): "resnet18 convert takes VisionTransformer not ResNet",
     ("moh_vit_tiny_patch16_224",): "moh_vit_tiny_patch16_224 has routed heads already",
     (*VIT, "--shares", "1"): "--shares 1 above 0 and below 1",
+    ("vit_tiny_patch16_224.nope",): "vit_tiny_patch16_224.nope Invalid pretrained tag",
+    ("vit_tiny_patch16_224", "--shares", "0.001"): "--shares 0.001 head_budget",
     (*VIT, "--rounds", "0"): "--rounds 0 1 or more",
     (*VIT[:1], "--batch-size", "-1"): "--batch-size -1 1 or more",
 }

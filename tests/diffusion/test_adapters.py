@@ -241,7 +241,21 @@ def test_a_model_is_saved_without_its_adapters_or_with_them_in_its_weights(tmp_p
     model.fuse_lora()
     model.unload_lora()
     model.save_pretrained(tmp_path / "fused")
+    pipe.save_pretrained(tmp_path / "pipeline", variant="fp16")
+    assert list(tmp_path.glob("pipeline/transformer/*.fp16.safetensors"))  # the option arrived
     assert_near(predict(MoHDiTTransformer2DModel.from_pretrained(tmp_path / "fused")), expected)
+
+
+def test_an_adapter_is_refused_where_it_would_fail_or_be_read_past():
+    options = WITH_HEADS["per image"]
+    gathered = transformer(**options)
+    gather_heads(gathered)
+    refuse("blocks.0.attn gather_heads", gathered.add_adapter, lora())
+    cast = transformer(**options)
+    cast.enable_layerwise_casting()
+    refuse("float8_e4m3fn enable_layerwise_casting", cast.add_adapter, lora())
+    router = adapted("attn.router.routed", **WITH_HEADS["per token"])
+    refuse("router has an adapter", keep_heads, router, [[0, 1, 2]] * 2)
 
 
 # ---- beside the other tools

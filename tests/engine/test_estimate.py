@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moh_vision.engine import estimate, step_times
-from moh_vision.engine.estimate import Cost, aligned, largest_by_growth, largest_on_gpu, table
+from moh_vision.engine.estimate import Cost, largest_by_growth, largest_on_gpu, lines_of, table
 from moh_vision.engine.published_rates import DIFFUSION, PublishedRate, rows_of_rates
 from moh_vision.engine.step_times import Pace, StepTimes
 from tests.support.processes import on_two_ranks
@@ -98,7 +98,7 @@ def test_the_table_adds_up_processes():
         return Cost(Pace(rate, seconds, parts), memory, flops=2e9, product=8e9)
 
     lines = table([cost(60, 1.0, 10), cost(20, 3.0, 70)], 900, "img", CPU, "bf16")
-    text = "\n".join(["estimate from 20 steps", *aligned(lines)])
+    text = "\n".join(["estimate from 20 steps", *lines_of(lines)])
     values = rows(text)
     assert values["speed"] == "40 img/s" and "  20 img/s  each process" in text
     assert values["step"] == "2,000.0 ms" and values["  data"] == "500.0 ms"
@@ -111,7 +111,7 @@ def test_hours_elsewhere_follow_from_the_multiply_accumulates():
     rate = PublishedRate("X", 2e9, "1 card", images=100, setting="bf16", source="a paper")
     # 720,000 images of half of the published model's work, at 100 of its images a second.
     [(cards, hours, said)] = rows_of_rates([rate], images=720_000, macs=10**9)
-    assert (cards, hours) == ("  1 card", "1.000 h")
+    assert (cards, hours) == ("  1 card", "1 h")
     assert "X" in said and "100 img/s" in said and "a paper" in said
 
 
