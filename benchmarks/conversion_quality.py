@@ -411,10 +411,15 @@ def compute_of(model, entry):
     return round(compute)
 
 
+def scored(report):
+    """Return the entries of the studies that have scores; others may have their opponents' sizes alone."""
+    return {name: entry for name, entry in report["studies"].items() if entry["scores"]}
+
+
 def tables(report):
     """Write a table of every study: a row a model, a column of distances a number of sampling steps."""
     written = [about_machine(report)]
-    for name, entry in report["studies"].items():
+    for name, entry in scored(report).items():
         study = STUDIES[name]
         columns = [name, "seeds", "training steps", "compute, dense steps", "step over dense"]
         columns += [f"{steps} steps" for steps in study.sampling_steps]
@@ -443,7 +448,7 @@ def picture(report, path):
     """Draw the distance over the sampling time of an image, one panel a study."""
     from moh_vision.commands.figures import Line, add_legend, plot_lines, plt
 
-    studies = report["studies"]
+    studies = scored(report)
     figure, panels = plt.subplots(
         1, len(studies), figsize=(5.6 * len(studies), 4.2), layout="constrained", squeeze=False
     )
