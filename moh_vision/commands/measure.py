@@ -103,7 +103,7 @@ def models_of(name: str, shares, groups: bool, img_size: int | None) -> dict[str
         except ValueError as error:
             raise ValueError(f"--shares {share:g}: {error}") from None
         for layer in routed_layers(converted):
-            draw_router(layer.router)
+            draw_weights(layer.router)
         # Whole heads run: two shares may be one, which is timed once.
         models[str(model_budgets(converted))] = converted
     return models
@@ -114,9 +114,9 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
     return [module for module in model.modules() if isinstance(module, RoutedLayer)]
 
 
-def draw_router(router: nn.Module) -> None:
-    """Draw a router's weights: new ones are zero, and all tokens would take the same heads."""
-    for parameter in router.parameters():
+def draw_weights(module: nn.Module) -> None:
+    """Draw a new router's weights, which are zero, so that all tokens would take the same heads."""
+    for parameter in module.parameters():
         nn.init.normal_(parameter, std=LOGITS * parameter.shape[-1] ** -0.5)
 
 
