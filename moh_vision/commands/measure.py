@@ -92,7 +92,7 @@ def models_of(name: str, shares, groups: bool, img_size: int | None) -> dict[str
         raise ValueError(f"{name}: {error}") from None
     # A choice of groups is one of an image.
     scope = "sample" if is_dit or groups else "token"
-    models = {"dense": dense}
+    models = {"dense model": dense}
     for share in shares:
         budget = f"uniform:{share:g}"
         mlp_budget = budget if groups else None

@@ -36,7 +36,7 @@ def test_a_table_has_the_times_over_those_of_the_dense_model(table):
     *_, title, head, dense, half = table(*VIT, "--shares", "0.5")
     assert title.startswith("vit_tiny_patch16_224, forward, 2x3x32x32, float32, ")
     assert head.split() == ["ms", "over", "dense", "calls", "that", "skip"]
-    assert dense.split() == ["dense", "8", "[7", "9]", "1.00"]
+    assert dense.split() == ["dense", "model", "8", "[7", "9]", "1.00"]
     assert half == "66.7 % of the heads   2  [1 3]        0.25     not measured"
 
 
@@ -63,7 +63,7 @@ def test_training_goes_backward_through_all_models(table, monkeypatch):
 
 def test_a_vit_chooses_for_every_token_and_a_dit_by_the_timestep():
     models = measure.models_of("vit_base_patch16_224", [0.75, 0.5], groups=False, img_size=32)
-    assert list(models) == ["dense", "75.0 % of the heads", "50.0 % of the heads"]
+    assert list(models) == ["dense model", "75.0 % of the heads", "50.0 % of the heads"]
     for model, share in zip(list(models.values())[1:], (0.75, 0.5)):
         budgets = model_budgets(model)
         assert budgets.share == share and not budgets.groups
@@ -77,7 +77,7 @@ def test_a_vit_chooses_for_every_token_and_a_dit_by_the_timestep():
 def test_shares_of_equal_budgets_are_one_model():
     """Of three heads two run, whatever share is asked for."""
     models = measure.models_of("vit_tiny_patch16_224", [0.75, 0.5], groups=False, img_size=32)
-    assert list(models) == ["dense", "66.7 % of the heads"]
+    assert list(models) == ["dense model", "66.7 % of the heads"]
 
 
 def test_a_dit_has_one_timestep_for_all_images_but_in_training():
