@@ -102,14 +102,14 @@ def models_of(name: str, shares, groups: bool, img_size: int | None) -> dict[str
             )
         except ValueError as error:
             raise ValueError(f"--shares {share:g}: {error}") from None
-        for layer in routed_layers(converted):
+        for layer in layers_with_routers(converted):
             draw_weights(layer.router)
         # Whole heads run: two shares may be one, which is timed once.
         models[str(model_budgets(converted))] = converted
     return models
 
 
-def routed_layers(model: nn.Module) -> list[RoutedLayer]:
+def layers_with_routers(model: nn.Module) -> list[RoutedLayer]:
     """Return a model's layers with a router, attention and MLPs."""
     return [module for module in model.modules() if isinstance(module, RoutedLayer)]
 
@@ -165,7 +165,7 @@ def timed_rows(models: dict[str, nn.Module], device: torch.device, options) -> l
         inputs = inputs_of(model, options.batch_size, device)
         run = pass_of(model, inputs, options)
         skipping.append("")
-        if routed_layers(model):
+        if layers_with_routers(model):
             calls: dict = {}
             collect(calls, model, run, training=options.training)
             rows = rows_of_calls(calls, PATIENCE)

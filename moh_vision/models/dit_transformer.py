@@ -604,10 +604,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin, PeftAdapterM
                     "enable_layerwise_casting"
                 )
         for name, module in self.named_modules():
-            if isinstance(module, RoutedLayer) and module.executor in (
-                Sequences,
-                GroupsOfSequences,
-            ):
+            gathered = (Sequences, GroupsOfSequences)
+            if isinstance(module, RoutedLayer) and module.executor in gathered:
                 raise ValueError(
                     f"{name} reads its weights since gather_heads: add adapters to a model as it was before"
                 )
@@ -616,9 +614,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin, CacheMixin, PeftAdapterM
         for layer in self.adapted_layers().values():
             layer.train(self.training)
 
-    @wraps(
-        ModelMixin.save_pretrained
-    )  # a pipeline passes on the arguments that the signature names
+    # With its signature: a pipeline passes on the arguments that are named there.
+    @wraps(ModelMixin.save_pretrained)
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         # diffusers would save weights that no model can read.
         self.refuse_adapters("save_pretrained: weights have other names under an adapter")

@@ -67,7 +67,7 @@ def test_a_vit_chooses_for_every_token_and_a_dit_by_the_timestep():
     for model, share in zip(list(models.values())[1:], (0.75, 0.5)):
         budgets = model_budgets(model)
         assert budgets.share == share and not budgets.groups
-        assert {layer.scope for layer in measure.routed_layers(model)} == {"token"}
+        assert {layer.scope for layer in measure.layers_with_routers(model)} == {"token"}
     for name in ("dit_small_patch2", "sit_small_patch2"):
         _, half = measure.models_of(name, [0.5], groups=True, img_size=8).values()
         assert model_budgets(half).share == 0.5 and len(model_budgets(half).groups) == 12
