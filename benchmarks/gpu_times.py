@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention
 from moh_vision.attention.executors import Masked
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.attention.routing import Call
 
 SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
@@ -386,9 +386,8 @@ def drawn(name, arguments):
     if hasattr(model, "final_layer"):
         for block in [*model.blocks, model.final_layer]:
             nn.init.normal_(block.adaLN_modulation[1].weight, std=0.02)
-    for layer in model.modules():
-        if isinstance(layer, RoutedLayer):
-            draw_router(layer.router)
+    for layer in routed_layers(model):
+        draw_router(layer.router)
     return model
 
 

@@ -48,7 +48,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.attention import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.models.counts import count_macs
@@ -161,7 +161,7 @@ class UnfoldedHeads(AggregatedHeads):
 def released(model):
     """Copy a model; the copy computes every head by the operations of the released code."""
     model = deepcopy(model)
-    for layer in routed(model):
+    for layer in routed_layers(model):
         layer.executor = "masked"
         if layer.budget.candidates:  # else all heads are shared, and run
             layer.router = ReleasedRouter(layer.router)
@@ -220,14 +220,9 @@ def is_dit(model):
     return hasattr(model, "final_layer")
 
 
-def routed(model):
-    """Return a model's layers with routers, attention and MLPs; timm's models have none."""
-    return [module for module in model.modules() if isinstance(module, RoutedLayer)]
-
-
 def share(model):
     """Return the share of heads, and of groups of routed MLPs, that a model runs."""
-    layers = routed(model)
+    layers = routed_layers(model)
     if not layers:
         return 1.0
     active = sum(layer.budget.active for layer in layers)
@@ -437,7 +432,7 @@ def main():
         pixels = SIZES.get(part, {}).get("img_size", 224)
         torch.manual_seed(0)
         models = make()
-        for layer in itertools.chain(*map(routed, models.values())):
+        for layer in itertools.chain(*map(routed_layers, models.values())):
             draw_router(layer.router)
         chosen = [mode for mode in modes if mode in args.modes]
         for mode, batch, dtype in itertools.product(chosen, args.batches or batches, args.dtypes):

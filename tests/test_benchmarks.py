@@ -211,7 +211,7 @@ def test_the_released_models_are_ours(part, monkeypatch):
     models = script.PARTS[part][0]()
     given = script.arguments(models["released"], 2, 32)
     models = [models[name].eval() for name in ("token 0.75", "released")]
-    for layer, other in zip(*map(script.routed, models)):
+    for layer, other in zip(*map(script.routed_layers, models)):
         script.draw_router(layer.router)
         getattr(other.router, "router", other.router).load_state_dict(layer.router.state_dict())
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_half_of_the_heads_and_groups(part, read, monkeypatch):
     models = script.PARTS[part][0]()
     heads = models[f"{read} 0.5"]
     both = models[f"{read} 0.5 with groups"]
-    assert (len(script.routed(both)), len(script.routed(heads))) == (24, 12)
+    assert (len(script.routed_layers(both)), len(script.routed_layers(heads))) == (24, 12)
     assert script.share(both) == script.share(heads) == 0.5
     assert script.bound(both, 8) < script.bound(heads, 8) < 1
 
@@ -350,3 +350,48 @@ def test_the_picture_of_the_study(study, tmp_path):
     )
     script.picture(dict(studies={"digits": entry}), tmp_path / "curve.svg")
     assert "ms an image" in (tmp_path / "curve.svg").read_text()
+
+
+@pytest.fixture
+def vits(tmp_path, monkeypatch):
+    """(script, study with times and no scores, options of the commands that it gave); no command runs."""
+    script = benchmark("vit_quality")
+    given = []
+
+    def trained(_, options):
+        words = [str(word) for word in options]
+        given.append(words)
+        run = script.Path(words[words.index("--output") + 1])
+        run.mkdir()
+        (run / "results.json").write_text('{"top1": 50.0}')
+
+    monkeypatch.setattr(script, "call", trained)
+    times = {name: dict(ratio=0.5, macs=10**7) for name in ("dense", *script.CONVERSIONS)}
+    times |= {name: dict(ratio=0.25, macs=10**7) for name in script.OPPONENTS}
+    opponents = {name: dict(depth=3) for name in script.OPPONENTS}
+    report = dict(times=times, opponents=opponents, top1={})
+    return script, script.Study("shards", tmp_path, report), given
+
+
+def test_vits_are_trained_once_the_dense_one_first(vits):
+    script, study, given = vits
+    models = ["half of heads, teacher", "fewer layers, equal time"]
+    for _ in range(2):
+        study.train_all(models, [4], 1)
+    dense, half, fewer = given
+    # The compute of 1953 dense steps and 195 of the conversion with its teacher.
+    assert [words[words.index("--max-steps") + 1] for words in given] == ["1953", "195", "8462"]
+    source = dense[dense.index("--output") + 1]
+    assert half[half.index("--model.pretrained") + 1] == source
+    assert half[half.index("--distill.teacher") + 1] == source
+    assert fewer[fewer.index("--model.depth") + 1] == "3"
+    assert "--distill.teacher" not in fewer
+    assert study.report["top1"] == {model: {"4": 50.0} for model in ["dense", *models]}
+
+
+def test_the_table_of_the_vits(vits):
+    script, study, _ = vits
+    study.report["top1"]["fewer layers, equal MACs"] = {"0": 50.0, "1": 52.0}
+    study.report["machine"] = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
+    row = script.table(study.report).splitlines()[-1]
+    assert row == "| fewer layers, equal MACs (3 layers) | 2 | 8462 | 10.0 | 0.25 | 51.00 ± 1.41 |"

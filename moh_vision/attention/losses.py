@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.attention.routing import RoutingStats
 
 
@@ -172,7 +172,7 @@ class RoutedTask(nn.Module):
         self.balance_weight = balance_weight
         self.moa_balance_weight = moa_balance_weight
         self.z_weight = z_weight
-        layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
+        layers = routed_layers(model)
         # One entry per layer, in the order of the statistics.
         self.aux_losses = [layer.router.aux_loss for layer in layers]
         for layer, aux_loss in zip(layers, self.aux_losses):

@@ -24,7 +24,7 @@ from moh_vision.attention.executors.plan import Plan, first_that_skips
 from moh_vision.attention.executors.signature import sign, words
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers, mlp_layers
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.attention.routing import Call, RoutingForm
 from moh_vision.attention.trial import (
     Recorded,
@@ -100,8 +100,7 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> list[Row]:
 
 def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
     """Yield a line that compares the time of the whole model with its time with all heads; see `measure`."""
-    layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
-    layers = [layer for layer in layers if layer.executor == "auto"]
+    layers = [layer for layer in routed_layers(model) if layer.executor == "auto"]
     weights = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
@@ -209,9 +208,7 @@ def collect(
         Seconds that forward() took.
     """
     layers = [
-        m
-        for m in model.modules()
-        if isinstance(m, RoutedLayer) and m.executor == "auto" and m.fused_attn
+        layer for layer in routed_layers(model) if layer.executor == "auto" and layer.fused_attn
     ]
     inputs: dict[nn.Module, tuple] = {}
     in_compiled_code: set[nn.Module] = set()
@@ -274,7 +271,7 @@ def compiled_layers(model: nn.Module) -> set[nn.Module]:
         in_place = module._compiled_call_impl is not None
         wrapped = "_orig_mod" in module._modules
         if in_place or wrapped:
-            layers.update(inner for inner in module.modules() if isinstance(inner, RoutedLayer))
+            layers.update(routed_layers(module))
     return layers
 
 
@@ -282,7 +279,7 @@ def compiled_layers(model: nn.Module) -> set[nn.Module]:
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore a model's modes, executors and buffers, such as the statistics of a batch norm, afterwards."""
     modes = [(m, m.training) for m in model.modules()]
-    executors = [(m, m.executor) for m in model.modules() if isinstance(m, RoutedLayer)]
+    executors = [(layer, layer.executor) for layer in routed_layers(model)]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
         yield

@@ -19,7 +19,7 @@ from moh_vision.attention.budget import (
 )
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.mlp import GroupMixtureMlp
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import RoutedLayer, routed_layers
 from moh_vision.attention.routers.base import Router
 from moh_vision.attention.routing import Routing
 
@@ -50,7 +50,7 @@ def mlp_layers(model: nn.Module) -> list[GroupMixtureMlp]:
 
 def routers_of(model: nn.Module) -> list[Router]:
     """Return the router of every routed layer of a model, of attention and of MLPs, in the order of `model.modules()`."""
-    return [layer.router for layer in model.modules() if isinstance(layer, RoutedLayer)]
+    return [layer.router for layer in routed_layers(model)]
 
 
 class ModelBudgets(NamedTuple):
@@ -215,10 +215,9 @@ def running(model: nn.Module, budgets: ModelBudgets) -> Iterator[None]:
 
 def init_routers(model: nn.Module) -> None:
     """Initialise routers as their papers prescribe (zero weights of MoA and "gated", MAE's experts). Call it after initialising the model."""
-    for module in model.modules():
-        if isinstance(module, RoutedLayer):
-            module.router.init_weights()
-            module.router.init_non_persistent_buffers()
+    for router in routers_of(model):
+        router.init_weights()
+        router.init_non_persistent_buffers()
 
 
 def head_budget(model: nn.Module) -> dict:
@@ -250,7 +249,7 @@ def _totals(layers: Mapping[str, RoutedLayer]) -> dict:
     return dict(layers=rows, active=active, heads=heads, share=active / heads)
 
 
-def routed_layers(model: nn.Module) -> list[dict]:
+def budget_rows(model: nn.Module) -> list[dict]:
     """Return the budget of every routed layer, attention and MLPs, in the order of their statistics.
 
     Returns:

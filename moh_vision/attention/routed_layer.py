@@ -82,3 +82,8 @@ class RoutedLayer(nn.Module):
     def projects_at_once(self) -> bool:
         """Return whether one product that may be read gives queries, keys and values."""
         return False
+
+
+def routed_layers(model: nn.Module) -> list[RoutedLayer]:
+    """Return every routed layer of a model, attention and MLPs, in the order of `model.modules()`."""
+    return [module for module in model.modules() if isinstance(module, RoutedLayer)]

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from moh_vision.attention.model_heads import routed_layers
+from moh_vision.attention.model_heads import budget_rows
 from moh_vision.common.io import write_csv
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.order import rank_slice
@@ -49,7 +49,7 @@ def validate(
     slices = rank_slice(
         len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size
     )
-    load = HeadLoad(routed_layers(task.model), {"class": source.classes})
+    load = HeadLoad(budget_rows(task.model), {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
     predicted: list[Tensor] = []  # [B, 4] of each batch
 

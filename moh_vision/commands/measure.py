@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moh_vision.attention import model_budgets
 from moh_vision.attention.executors.measurement_table import current_table, device_name
 from moh_vision.attention.measure import collect, rows_of_calls
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.commands.timing import Timed, take_turns
 from moh_vision.common.errors import nearest
 from moh_vision.common.progress import say
@@ -102,16 +102,11 @@ def models_of(name: str, shares, groups: bool, img_size: int | None) -> dict[str
             )
         except ValueError as error:
             raise ValueError(f"--shares {share:g}: {error}") from None
-        for layer in layers_with_routers(converted):
+        for layer in routed_layers(converted):
             draw_weights(layer.router)
         # Whole heads run: two shares may be one, which is timed once.
         models[str(model_budgets(converted))] = converted
     return models
-
-
-def layers_with_routers(model: nn.Module) -> list[RoutedLayer]:
-    """Return a model's layers with a router, attention and MLPs."""
-    return [module for module in model.modules() if isinstance(module, RoutedLayer)]
 
 
 def draw_weights(module: nn.Module) -> None:
@@ -165,7 +160,7 @@ def timed_rows(models: dict[str, nn.Module], device: torch.device, options) -> l
         inputs = inputs_of(model, options.batch_size, device)
         run = pass_of(model, inputs, options)
         skipping.append("")
-        if layers_with_routers(model):
+        if routed_layers(model):
             calls: dict = {}
             collect(calls, model, run, training=options.training)
             rows = rows_of_calls(calls, PATIENCE)

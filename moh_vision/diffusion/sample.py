@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.measure import collect, measured_table
-from moh_vision.attention.model_heads import routed_layers
+from moh_vision.attention.model_heads import budget_rows
 from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.errors import user_errors
 from moh_vision.common.io import only_one, step_of
@@ -457,7 +457,7 @@ class Drawing:
         timesteps = list(dict.fromkeys(pipe.scheduler.timesteps.tolist()))
         index_of_timestep = {t: index for index, t in enumerate(timesteps)}
         groups = {"class": names, "timestep": [f"{t:g}" for t in timesteps]}
-        load = HeadLoad(routed_layers(pipe.transformer), groups)
+        load = HeadLoad(budget_rows(pipe.transformer), groups)
 
         def count(stats: list, labels: Tensor, t: Tensor) -> None:
             load.add(stats, labels, index_of_timestep[t[0].item()])

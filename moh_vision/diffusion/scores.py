@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.data.batches import LabelledImages, evaluation_loader, image_transform
 from moh_vision.data.decode import AS_STORED, Decoding
@@ -46,7 +46,7 @@ class Scorer:
 
     def passes(self, batch_size: int, device) -> list[tuple[nn.Module, Callable[[], object]]]:
         """Return [(network, function that runs the network on a batch)], for `collect`; [] if no layer of it is routed."""
-        if not any(isinstance(module, RoutedLayer) for module in self.network.modules()):
+        if not routed_layers(self.network):
             return []
         self.network.to(device)
         return [(self.network, partial(self.features_of_noise, batch_size, device))]

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import faulthandler
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -187,6 +188,9 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
     """
     if argv is None:
         argv = sys.argv[1:]
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(OSError, RuntimeError):  # no standard error, as in some notebooks
+            faulthandler.enable()  # a crash in native code says where it was
     with contextlib.ExitStack() as held:
         signals = held.enter_context(StopSignals())
         with user_errors(name):

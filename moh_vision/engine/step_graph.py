@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moh_vision.attention.measure import as_it_was
-from moh_vision.attention.routed_layer import RoutedLayer
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.attention.trial import check_same, own_random_numbers
 from moh_vision.common.errors import class_and_message
 from moh_vision.engine.block_descent import BlockDescent
@@ -123,7 +123,7 @@ class GraphedPasses(EagerPasses):
         self.graphs = graphs
         self.decision = Decision("steps", record)
         self.pause = pause
-        self.layers = [m for m in task.modules() if isinstance(m, RoutedLayer)]
+        self.layers = routed_layers(task)
         self.seen: list[dict] = []  # micro-batches of the steps before the trial
         self.by_signature: dict[tuple, StepGraph] = {}
         self.memory: dict[nn.Parameter, Tensor] = {}  # for gradients; graphs share it

@@ -26,7 +26,7 @@ class HeadLoad:
     """Adds up routing statistics of any routed model.
 
     Args:
-        layers: `routed_layers(model)`, or the layers of `head_budget(model)`, whose `parts` are "heads".
+        layers: `budget_rows(model)`, or the layers of `head_budget(model)`, whose `parts` are "heads".
         groups: by what samples are grouped -> names of the groups: dict(class=[...], timestep=[...]).
 
     Attributes:

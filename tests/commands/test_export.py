@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moh_vision.attention import attention_layers, head_budget, token_heads
-from moh_vision.attention.model_heads import routed_layers
+from moh_vision.attention.model_heads import budget_rows
 from moh_vision.commands import export as exporting
 from moh_vision.models.fixed_heads import busiest, computed_groups, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
@@ -108,7 +108,7 @@ def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
 def test_a_dit_with_static_heads_has_only_these_heads(run, to_onnx, tmp_path):
     """Groups of MLPs stay, for each image to choose."""
     model, folder = run("dit", {**DIT, **ONE, "scope": "sample", "mlp_budget": 0.5})
-    load = HeadLoad(routed_layers(model), {"class": ["a"]})
+    load = HeadLoad(budget_rows(model), {"class": ["a"]})
     # The number of tokens for which each of 4 heads and of 8 groups ran, and of all tokens.
     load.sums += torch.tensor([9, 9, 2, 5, 9] + [9, 9, 0, 0, 9, 0, 9, 0, 9])
     load.save(tmp_path / "load.json")
@@ -186,7 +186,7 @@ def test_groups_in_onnxruntime(run, to_onnx):
 @pytest.mark.slow  # as a DiT above
 def test_static_heads_leave_groups_to_each_image(run, tmp_path, run_command):
     model, folder = run("vit", {**VIT, **ONE, "scope": "sample", "mlp_budget": 0.5})
-    load = HeadLoad(routed_layers(model), {"class": ["a"]})
+    load = HeadLoad(budget_rows(model), {"class": ["a"]})
     load.sums += torch.tensor([9, 0, 9, 0, 9] + [9, 9, 0, 0, 9, 0, 9, 0, 9])
     load.save(tmp_path / "load.json")
     file = tmp_path / "model.pt2"

@@ -1,5 +1,8 @@
 """The set-up of a run: how it reports errors, and which steps it finds left to do."""
 
+import faulthandler
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +11,8 @@ import pytest
 from moh_vision.common.errors import BadData
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import SaveError
+from tests.support.processes import fork, wait
+from tests.support.small_runs import script
 
 
 def setup_of(**parts):
@@ -54,6 +59,21 @@ def test_our_mistakes_keep_their_traceback(error, setting_up, capsys):
         raise error
     assert raised.value is error
     assert capsys.readouterr().err == ""
+
+
+def test_a_crash_in_native_code_says_where(tmp_path):
+    crash = tmp_path / "crash.py"
+    crash.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    log = tmp_path / "log"
+
+    def train():
+        faulthandler.disable()  # pytest's
+        with log.open("w") as sys.stderr:
+            script("cls").main(["--imports", str(crash)])
+
+    assert wait(fork(train)) == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in log.read_text()
+    assert f'File "{crash}", line 2' in log.read_text()
 
 
 STEP_4 = Path("run/checkpoints/step_4")

@@ -10,7 +10,7 @@ from torch import nn
 
 import moh_vision
 from moh_vision.attention import mlp_layers
-from moh_vision.attention.model_heads import routed_layers
+from moh_vision.attention.model_heads import budget_rows
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 from moh_vision.models.head_budgets import saved_budget, take_shared_heads
 from tests.support.dense_vits import DEIT, DINOV3, SMALL, VIT, dense, images
@@ -87,9 +87,9 @@ def test_attention_and_mlps_hand_on_statistics_in_turn(family):
     model = MAKERS[family](head_budget=0.5, mlp_budget=0.5)
     inputs = noisy() if family == "DiT" else (seeded_images(),)
     _, stats = model.forward_routed(*inputs)
-    names = [row["name"] for row in routed_layers(model)]
+    names = [row["name"] for row in budget_rows(model)]
     assert names == [f"blocks.{n}.{part}" for n in range(3) for part in ("attn", "mlp")]
-    assert [s.counts.shape[1] for s in stats] == [row["heads"] for row in routed_layers(model)]
+    assert [s.counts.shape[1] for s in stats] == [row["heads"] for row in budget_rows(model)]
 
 
 @pytest.mark.parametrize("family", MAKERS)
@@ -126,7 +126,7 @@ def test_one_timestep_is_one_choice_of_heads_and_groups():
 
 
 def routed_modules(model):
-    return [model.get_submodule(row["name"]) for row in routed_layers(model)]
+    return [model.get_submodule(row["name"]) for row in budget_rows(model)]
 
 
 @pytest.mark.parametrize("family", MAKERS)
