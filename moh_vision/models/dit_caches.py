@@ -57,7 +57,7 @@ def why_no_first_block_cache(model: nn.Module) -> str | None:
     if tokens and start > 0:
         return (
             f"{FIRST_BLOCK} needs as many tokens in the first block as in the last: the model adds {tokens} class_tokens "
-            f"before block {start}; {TAYLOR}({WHOLE_BLOCKS}) works"
+            f"before block {start}; {TAYLOR}({WHOLE_BLOCKS}) works, in sample.py --cache taylorseer:3"
         )
     return None
 
