@@ -172,6 +172,16 @@ def refuse_scores_of_another(classifier, entry):
     entry["classifier"] = sha256
 
 
+def refuse_other_sizes(study, entry):
+    """Note in a study's entry its steps and images; end if what it holds is of other numbers of them."""
+    sizes = dict(steps=study.steps, images=study.images)
+    if (entry["scores"] or "opponents" in entry) and entry["sizes"] != sizes:
+        raise SystemExit(
+            f"the report's scores and opponents are of {entry['sizes']}, not of {sizes}: --output another file"
+        )
+    entry["sizes"] = sizes
+
+
 class Runs:
     """The runs of a study in one folder: their commands, and what came out.
 
@@ -501,6 +511,7 @@ def main():
         entry = report["studies"].setdefault(args.study, dict(scores={}, times={}))
         runs = Runs(study, args.root, args.folder / args.study, entry)
         runs.folder.mkdir(parents=True, exist_ok=True)
+        refuse_other_sizes(study, entry)
         try:
             study_of(runs, args.models, args.seeds, args.jobs)
         finally:

@@ -12,6 +12,8 @@ import torch
 
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.attention.kernels import use
+from moh_vision.classification.config import ClsConfig
+from moh_vision.engine.command_line import parse_config
 from tests.support.benchmarks import benchmark
 from tests.support.paths import ROOT
 
@@ -317,6 +319,16 @@ def test_scores_of_another_classifier_are_refused(study):
         script.refuse_scores_of_another(runs.classifier(), runs.entry)
 
 
+def test_scores_of_other_sizes_are_refused(study):
+    script, runs, _ = study
+    del runs.entry["opponents"]
+    script.refuse_other_sizes(runs.study, runs.entry)
+    runs.entry["scores"]["plain"] = {"0": {}}
+    script.refuse_other_sizes(runs.study, runs.entry)
+    with pytest.raises(SystemExit, match="'steps': 1200"):
+        script.refuse_other_sizes(runs.study._replace(steps=100), runs.entry)
+
+
 def test_the_table_of_the_study(study):
     script, runs, _ = study
     steps = script.STUDIES["digits"].sampling_steps
@@ -367,15 +379,14 @@ def vits(tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "call", trained)
     times = {name: dict(ratio=0.5, macs=10**7) for name in ("dense", *script.CONVERSIONS)}
-    times |= {name: dict(ratio=0.25, macs=10**7) for name in script.OPPONENTS}
-    opponents = {name: dict(depth=3) for name in script.OPPONENTS}
-    report = dict(times=times, opponents=opponents, top1={})
+    times[script.FEWER] = dict(ratio=0.25, macs=10**7)
+    report = dict(times=times, fewer_layers=3, top1={})
     return script, script.Study("shards", tmp_path, report), given
 
 
 def test_vits_are_trained_once_the_dense_one_first(vits):
     script, study, given = vits
-    models = ["half of heads, teacher", "fewer layers, equal time"]
+    models = ["half of heads, teacher", "fewer layers"]
     for _ in range(2):
         study.train_all(models, [4], 1)
     dense, half, fewer = given
@@ -386,12 +397,16 @@ def test_vits_are_trained_once_the_dense_one_first(vits):
     assert half[half.index("--distill.teacher") + 1] == source
     assert fewer[fewer.index("--model.depth") + 1] == "3"
     assert "--distill.teacher" not in fewer
+    for words in given:
+        steps = int(words[words.index("--max-steps") + 1])
+        config = parse_config(ClsConfig, words, "train_cls.py")
+        assert config.steps(50_000)[:2] == (steps, steps)  # the learning rate falls to its end
     assert study.report["top1"] == {model: {"4": 50.0} for model in ["dense", *models]}
 
 
 def test_the_table_of_the_vits(vits):
     script, study, _ = vits
-    study.report["top1"]["fewer layers, equal MACs"] = {"0": 50.0, "1": 52.0}
+    study.report["top1"]["fewer layers"] = {"0": 50.0, "1": 52.0}
     study.report["machine"] = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
     row = script.table(study.report).splitlines()[-1]
-    assert row == "| fewer layers, equal MACs (3 layers) | 2 | 8462 | 10.0 | 0.25 | 51.00 ± 1.41 |"
+    assert row == "| fewer layers (3) | 2 | 8462 | 10.0 | 0.25 | 51.00 ± 1.41 |"

@@ -142,6 +142,11 @@ def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     say(splits.in_short(data.root, source, stop, batch_size, val))
     if settled:
         say(settled)
+    if stop < cosine_steps:
+        say(
+            f"max_steps {stop} ends before the schedule of optim.epochs {config.optim.epochs:g}, {cosine_steps} steps, and the "
+            "learning rate stays high: with --optim.epochs null it falls until max_steps"
+        )
     if accelerator.is_main_process:
         warn_of_copies(f"data.root {data.root}", source, val, say)
     say_what_is_lost(f"data.root {data.root}", dict(train=source, val=val), say)

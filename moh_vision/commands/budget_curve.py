@@ -282,6 +282,12 @@ def figure(options) -> Drawn:
             open_weights(weights, given, split="val", scores=True, command="budget-curve")
         )
         refuse_budget(opened[-1], "--shares", ("head_budget", "mlp_budget"))
+        cache = getattr(opened[-1].config, "cache", "none")
+        if cache != "none":
+            raise ValueError(
+                f"cache {cache} leaves blocks out in some steps, and budget-curve times one step with all of them: "
+                "sampling-curve --over cache compares caches"
+            )
     data = {one.config.data.root for one in opened if one.kind != "diffusion"}
     if len(data) > 1:
         raise ValueError(

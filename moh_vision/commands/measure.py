@@ -13,8 +13,8 @@ printed are medians and, in brackets, quartiles over the rounds, and in how many
 groups are skipped, because that was measured to be faster.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
 import timm
@@ -150,6 +150,18 @@ def pass_of(model: nn.Module, inputs: tuple[Tensor, ...], options) -> Callable[[
     return run
 
 
+@contextmanager
+def sizes_that_fit(options) -> Iterator[None]:
+    """Name the sizes, in a ValueError, where a model cannot take images of this size, or so many."""
+    try:
+        yield
+    except RuntimeError as error:  # also what an allocator raises
+        sizes = f"--batch-size {options.batch_size}"
+        if options.img_size:
+            sizes = f"--img-size {options.img_size}, {sizes}"
+        raise ValueError(f"{options.name} with {sizes}: {error}") from None
+
+
 def timed_rows(models: dict[str, nn.Module], device: torch.device, options) -> list[str]:
     """Time the models; return the lines of the table."""
     timed = []
@@ -157,8 +169,11 @@ def timed_rows(models: dict[str, nn.Module], device: torch.device, options) -> l
     context = nullcontext if options.training else torch.no_grad
     for model in models.values():
         model.to(device).train(options.training)
-        inputs = inputs_of(model, options.batch_size, device)
-        run = pass_of(model, inputs, options)
+        with sizes_that_fit(options), context():
+            inputs = inputs_of(model, options.batch_size, device)
+            run = pass_of(model, inputs, options)
+            if not timed:  # the dense model
+                run()
         skipping.append("")
         if routed_layers(model):
             calls: dict = {}

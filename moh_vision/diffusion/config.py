@@ -40,7 +40,7 @@ DRAWS = "num_images!=0"  # the condition of keys that only have an effect if ima
 PROTOCOLS = dict(
     adm=dict(
         num_images=50_000, labels="random", weights="ema", sampler="ddpm", steps=250, guide_channels=3, guide_scale=1.0,
-        cfg_interval=(0.0, 1.0), mixed_precision="no", extractor="inception", classes=None,
+        cfg_interval=(0.0, 1.0), mixed_precision="no", cache="none", extractor="inception", classes=None,
     ),
 )  # fmt: skip
 
@@ -350,8 +350,8 @@ class SampleConfig(Guided):
     it is also faster. "off" until it has run on a card."""
     cache: str = key("none", needs=DRAWS)
     """Reuse what earlier steps computed, by a cache of diffusers (docs/guides/sampling.md): "taylorseer:3" computes the blocks in
-    every third step and extrapolates between, "first_block:0.1" skips the blocks after the first where that one changed
-    its tokens by less than a tenth."""
+    every third step and extrapolates between, "first_block:0.1" skips the blocks after the first where that one's change of
+    the tokens is, in the mean of a batch, within a tenth of what it was in the last step that ran all."""
     vae: str | None = key(None)
     """Name or folder of the VAE of a latent model; left out: the one that the run was trained with."""
     save_pipeline: str | None = key(None)
@@ -394,9 +394,12 @@ class SampleConfig(Guided):
     """Replace what is at the output paths; in a folder the samples that sample.py wrote there, other files stay."""
 
     @property
-    def sampler_in_words(self) -> str:
-        """The sampler and its steps in words."""
-        return sampler_in_words(self.sampler, self.steps)
+    def sampling_in_words(self) -> str:
+        """Sampler, steps, guidance and cache in words, for messages and records."""
+        text = f"{sampler_in_words(self.sampler, self.steps)}, {self.guidance}"
+        if self.cache != "none":
+            text += f", cache {self.cache}"
+        return text
 
     def agree(self) -> None:
         check_sampler("sampler", self.sampler)

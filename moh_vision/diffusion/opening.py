@@ -60,7 +60,7 @@ class OpenedDiffusion(Opened):
     kind = "diffusion"
     loss_name = "diffusion loss at fixed timesteps and noise"
     scored_on = (  # a format string, see `Opened`
-        "{c.num_images} samples, {c.sampler_in_words}, {c.guidance}; reference {c.score}"
+        "{c.num_images} samples, {c.sampling_in_words}; reference {c.score}"
     )
 
     @cached_property

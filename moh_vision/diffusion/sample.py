@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         say(record_text(record))
 
     if config.num_images:
-        said = f"{drawing.sampling_text}, {config.labels} labels, {metadata['weights']}"
+        said = f"{config.sampling_in_words}, {config.labels} labels, {metadata['weights']}"
         say(f"{config.num_images} images, {said}")
     denoising = None
     if config.denoising:
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         load.of = dict(
             model=metadata["architecture"],
             data=f"{config.num_images} samples",
-            split=drawing.sampling_text,
+            split=config.sampling_in_words,
             weights=metadata["weights"],
         )
         load.save(Path(config.head_load))
@@ -325,14 +325,6 @@ class Drawing:
             if asked is not None:
                 values[name] = asked
         return Decoding.of(SimpleNamespace(**values), "--score-")
-
-    @property
-    def sampling_text(self) -> str:
-        """Sampler, steps, guidance and cache in words, for messages and records."""
-        text = f"{self.config.sampler_in_words}, {self.config.guidance}"
-        if self.cache:
-            text += f", cache {self.config.cache}"
-        return text
 
     def record(self) -> dict:
         """Return what scores.json says about how the images were made: protocol, sampling and versions."""

@@ -67,7 +67,7 @@ def test_a_vit_chooses_for_every_token_and_a_dit_by_the_timestep():
     for model, share in zip(list(models.values())[1:], (0.75, 0.5)):
         budgets = model_budgets(model)
         assert budgets.share == share and not budgets.groups
-        assert {layer.scope for layer in measure.layers_with_routers(model)} == {"token"}
+        assert {layer.scope for layer in measure.routed_layers(model)} == {"token"}
     for name in ("dit_small_patch2", "sit_small_patch2"):
         _, half = measure.models_of(name, [0.5], groups=True, img_size=8).values()
         assert model_budgets(half).share == 0.5 and len(model_budgets(half).groups) == 12
@@ -106,6 +106,8 @@ MISTAKES = {
     ("vit_tiny_patch16_224", "--shares", "0.001"): "--shares 0.001 head_budget",
     (*VIT, "--rounds", "0"): "--rounds 0 1 or more",
     (*VIT[:1], "--batch-size", "-1"): "--batch-size -1 1 or more",
+    (*VIT[:1], "--img-size", "8"): f"{VIT[0]} --img-size 8 Kernel size can't be greater",
+    (*VIT[:1], "--batch-size", "1000000000"): f"{VIT[0]} --batch-size 1000000000 memory",
 }
 
 

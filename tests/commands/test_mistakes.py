@@ -59,6 +59,7 @@ LINES = {
     "budget-curve DIT": "--score REFERENCE sample.py",
     "budget-curve DIT --score digits --extractor CLS --grid g.png": "grid effect samples",
     "budget-curve DIT --score digits --extractor CLS --head-budget 0.75": "head_budget 0.75 effect --shares",
+    "budget-curve DIT --score digits --extractor CLS --cache taylorseer:2": "cache taylorseer:2 sampling-curve",
     "budget-curve DIT CLS --score digits": "DIT CLS diffusion classification",
     "budget-curve CLM --max-steps 2": "max_steps effect CLM data.* mixed_precision tf32",
     "search CLS --share 0": "--share 0 above 0 1",

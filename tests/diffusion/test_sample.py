@@ -651,7 +651,12 @@ def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
 def test_what_contradicts_a_protocol_is_refused_by_name():
     config = SampleConfig(checkpoint="run", out="x", protocol="adm")
     assert (config.num_images, config.labels) == (50_000, "random")
-    rows = ("num_images", 100, 50_000), ("labels", "balanced", "random"), ("classes", ["7"], "all")
+    rows = [
+        ("num_images", 100, 50_000),
+        ("labels", "balanced", "random"),
+        ("classes", ["7"], "all"),
+        ("cache", "taylorseer:5", "none"),
+    ]
     for name, value, allowed in rows:
         with one_line(f"{name} {value} protocol adm {allowed}"):
             SampleConfig(checkpoint="run", out="x", protocol="adm", **{name: value})

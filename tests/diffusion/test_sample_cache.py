@@ -68,6 +68,11 @@ def test_a_curve_over_caches_leaves_none_behind(run, trained, tmp_path, run_comm
     assert json.loads(alone.read_text())["sampling"]["cache"] == "none"
 
 
+def test_words_of_a_sampling_name_its_cache():
+    config = SampleConfig(checkpoint="run", out="x", cache="taylorseer:2")
+    assert config.sampling_in_words.endswith(", cache taylorseer:2")
+
+
 MISTAKES = {
     ("--cache", "taylor:2"): "cache 'taylor:2' none taylorseer:N first_block:T",
     ("--cache", "taylorseer:1"): "cache 'taylorseer:1' 2 or more",

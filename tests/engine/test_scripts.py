@@ -428,6 +428,8 @@ def test_a_line_says_that_more_images_change_the_learning_rate(tmp_path, capsys)
     options = [*of_epochs.split(), "--data.root", str(tmp_path / "images")]
     write_folder(tmp_path / "images", train=4)
     train("cls", tmp_path / "run", 2, *options)
+    line = "max_steps 2 ends before the schedule of optim.epochs 2, 4 steps, and the learning rate stays high"
+    assert line in capsys.readouterr().out
     shutil.rmtree(tmp_path / "images")
     write_folder(tmp_path / "images", train=8)
     train("cls", tmp_path / "run", 3, *options, "--allow_change", "data.root")
