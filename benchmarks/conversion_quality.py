@@ -74,9 +74,22 @@ class Recipe(NamedTuple):
 
 
 TAUGHT = ("--distill.teacher", "source")
+# The balance loss spreads tokens over all heads, the weak ones too.
+UNBALANCED = ("--balance_weight", "0")
+# All but one part of each layer are shared, and without the balance loss nothing trains the router of a single one: the strongest
+# parts run, always.
+FIXED = (
+    *UNBALANCED,
+    "--model.head_budget",
+    "uniform:0.5:0.9",
+    "--model.mlp_budget",
+    "uniform:0.5:0.9",
+)
 RECIPES = {
     "plain": Recipe(),
     "teacher": Recipe(options=TAUGHT),
+    "teacher, no balance": Recipe(options=(*TAUGHT, *UNBALANCED)),
+    "teacher, fixed": Recipe(options=(*TAUGHT, *FIXED)),
     "searched": Recipe(searched=True),
     "searched, teacher": Recipe(options=TAUGHT, searched=True),
     "5 % of the steps": Recipe(part=20, options=TAUGHT),

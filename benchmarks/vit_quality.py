@@ -3,9 +3,9 @@
     python benchmarks/vit_quality.py --root SHARDS --seeds 0 1 2       # CIFAR-10 as webdataset shards
     python benchmarks/vit_quality.py --table                           # Markdown, from the results that are there
 
-For each seed the dense ViT of configs/cls/cifar10_vit_cpu.yaml is trained, converted and fine-tuned for a tenth of its steps; the heads
-and groups of an image are chosen together (scope sample), and each conversion is fine-tuned with and without the dense model as
-teacher. The opponent is dense, with as many layers as come nearest to the time of half of the heads and groups. It is trained from the
+For each seed the dense ViT of configs/cls/cifar10_vit_cpu.yaml is trained, converted and fine-tuned for a tenth of its steps; heads and
+groups are chosen for an image (scope sample). Each conversion is fine-tuned alone, with the dense model as teacher, and so that the
+strongest heads and groups run for all images ("fixed"). The opponent is dense, with as many layers as come nearest to the time of half of the heads and groups. It is trained from the
 start, with and without the dense model as teacher, for the compute of the dense training and of a fine-tuning with the teacher, and
 so for more steps. What the opponent's teacher was trained for comes on top.
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import timm
 import torch
 import yaml
-from conversion_quality import DENSE, PART, ROUNDS, SCRIPTS, SECONDS, TEACHER, call
+from conversion_quality import DENSE, PART, ROUNDS, SCRIPTS, SECONDS, TEACHER, UNBALANCED, call
 from timing import (
     about_machine,
     interleaved,
@@ -62,12 +62,15 @@ CONVERSIONS = {
 }
 FEWER = "fewer layers"
 TAUGHT = ", teacher"
-MODELS = ["dense"] + [name + suffix for name in (*CONVERSIONS, FEWER) for suffix in ("", TAUGHT)]
+FIXED = ", fixed"  # behind TAUGHT
+MODELS = ["dense"]
+MODELS += [name + suffix for name in CONVERSIONS for suffix in ("", TAUGHT, TAUGHT + FIXED)]
+MODELS += [FEWER, FEWER + TAUGHT]
 
 
 def architecture_of(model):
-    """Return a model's name without its teacher."""
-    return model.removesuffix(TAUGHT)
+    """Return a model's name without how it was trained."""
+    return model.removesuffix(FIXED).removesuffix(TAUGHT)
 
 
 class Study:
@@ -136,7 +139,7 @@ class Study:
             return TUNED
         times = self.report["times"]
         step = times[architecture]["ratio"]
-        if model.endswith(TAUGHT):
+        if TAUGHT in model:
             step += TEACHER  # a pass of the dense model
         compute = STEPS + TUNED * (times[HALF]["ratio"] + TEACHER)  # in steps of the dense model
         return round(compute / step)
@@ -151,15 +154,20 @@ class Study:
             for name in ("embed_dim", "depth", "num_heads", "patch_size", "kwargs"):
                 options += [f"--model.{name}", "null"]  # the source says them
             options += ["--model.convert", "{router: moh, scope: sample}"]
-            options += ["--model.head_budget", shares.heads]
+            shape = "uniform:{}"
+            if model.endswith(FIXED):
+                # All but one are shared, and without the balance loss nothing trains the router of a single one.
+                shape = "uniform:{}:0.9"
+                options += UNBALANCED
+            options += ["--model.head_budget", shape.format(shares.heads)]
             if shares.groups is not None:
-                options += ["--model.mlp_budget", shares.groups]
+                options += ["--model.mlp_budget", shape.format(shares.groups)]
             options += ["--optim.lr", LR, "--optim.warmup_epochs", 0.05, "--calibrate-images", 512]
         else:
             options = DENSE.split()
         if architecture == FEWER:
             options += ["--model.depth", self.report["fewer_layers"]]
-        if model.endswith(TAUGHT):
+        if TAUGHT in model:
             options += ["--distill.teacher", dense]
         return options
 
