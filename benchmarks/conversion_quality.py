@@ -39,6 +39,7 @@ import torch
 from timing import (
     about_machine,
     interleaved,
+    machine,
     markdown,
     new_report,
     parser_of,
@@ -384,6 +385,7 @@ class Runs:
             if time_key(name) == name and (run / "model.safetensors").exists():
                 models[name] = moh_vision.load_run(run)
         self.entry["times"] |= to_base(interleaved(self.guided_steps(models), ROUNDS, SECONDS))
+        self.entry["machine"] = machine()
 
 
 def study_of(runs, models, seeds, jobs):
@@ -442,7 +444,7 @@ def scored(report):
 
 def tables(report):
     """Write a table of every study: a row a model, a column of distances a number of sampling steps."""
-    written = [about_machine(report)]
+    written = []
     for name, entry in scored(report).items():
         study = STUDIES[name]
         columns = [name, "seeds", "training steps", "compute, dense steps", "step over dense"]
@@ -464,7 +466,7 @@ def tables(report):
             row.append(f"{time['ratio']:.2f}" if time else "-")
             row += [with_spread(values) for values in distances]
             rows.append([*row, with_spread(recognised, 1)])
-        written.append(markdown(columns, rows))
+        written += [about_machine(entry), markdown(columns, rows)]
     return "\n\n".join(written)
 
 

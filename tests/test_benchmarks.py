@@ -341,9 +341,10 @@ def test_the_table_of_the_study(study):
         steps=dict(narrow=2000, dense=1200, teacher=120),
         times=dict(narrow=dict(milliseconds=2.0, ratio=0.5), plain=dict(ratio=0.5)),
         scores=dict(narrow=by_seed),
+        machine=dict(cores=2, cpu="C", isa="I", torch="2", date="D"),
     )
-    machine = dict(cores=2, cpu="C", isa="I", torch="2", date="D")
-    lines = script.tables(dict(machine=machine, studies={"digits": entry})).splitlines()
+    lines = script.tables(dict(studies={"digits": entry})).splitlines()
+    assert lines[0] == "2 cores of C (I), torch 2, D."
     distances = " | ".join(["3.00 ± 1.41"] * len(steps))
     assert (
         lines[-1]

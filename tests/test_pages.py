@@ -280,6 +280,7 @@ NOT_RUN = {
     "accelerate launch train_text.py --config configs/text/moh_llama3_stage2.yaml": "an 8B model",
     "python train_cls.py --config cls/convert_vit_small_75 --data.root IMAGENET --distill": "loads weights of the hub; tests/classification/test_distillation.py",
     "python train_dit.py --config quickstart/dit --data.root DATA --model.name pretrained": "a folder of a DiT; tests/models/test_pretrained.py",
+    "python train_dit.py --config dit/cifar10_groups_convert_small_cpu --data.root PHOTOS --model.pretrained DENSE_DIT --output RUN --distill": "a dense run as teacher; tests/diffusion/test_distillation.py",
     "python sample.py --checkpoint SiT-XL-2-256x256.pt": "released weights; tests/diffusion/test_sit.py",
     "python sample.py --checkpoint checkpoint-last.pth": "released weights; tests/diffusion/test_jit.py",
     "accelerate launch train_dit.py --config dit/jit_base_patch16 --data.root IMAGENET": "a folder of released weights; tests/diffusion/test_jit.py",

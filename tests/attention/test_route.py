@@ -161,6 +161,17 @@ def test_shapes_and_types(backend, shape, dtype):
 
 
 @on_every
+def test_the_gate_of_a_single_head_trains_nothing(backend):
+    """Its renormalised gate is 1: the gradient of its logit is 0 to the bit, or Adam would make steps of the rounding."""
+    x, weight = make(backend, "not balanced")
+    weights = route(x, LinearRouter(weight, *ROUTERS["not balanced"])).weights
+    slopes = torch.randn_like(weights)
+    (gradient,) = torch.autograd.grad((weights * slopes).sum(), weight)
+    candidates = ROUTERS["not balanced"][0]
+    assert not gradient[:candidates].any() and gradient[candidates:].any()
+
+
+@on_every
 def test_16_bit_tokens_are_not_rounded_further(backend):
     """Logits of 16-bit tokens are those of float32: what a product in 16 bits returns would be farther off."""
     x, weight = make(backend, "released", dtype=torch.bfloat16)

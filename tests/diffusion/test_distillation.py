@@ -117,6 +117,23 @@ def test_with_all_heads_a_conversion_predicts_what_its_teacher_does(flow, teache
     assert line["kd_loss"] > 0.01
 
 
+def test_a_fixed_choice_stays(teacher, tmp_path):
+    """As docs/guides/mlp.md says: one routed part a layer and no balance loss, and nothing trains what chooses it."""
+    fixed = (
+        "--balance_weight 0 --model.head_budget uniform:0.5:0.9 --model.mlp_budget uniform:0.5:0.9"
+    )
+    usual = "--model.head_budget uniform:0.5 --model.mlp_budget uniform:0.5"
+    moved = {}
+    for name, options in (("fixed", fixed), ("usual", usual)):
+        scope = ["--model.convert.scope", "sample", "--optim.warmup_steps", "0"]
+        train_dit.main(converted(teacher, tmp_path / name, 3, *scope, *options.split()))
+        weights = load_file(tmp_path / name / "model.safetensors")
+        chooses = [weight for key, weight in weights.items() if "router.routed" in key]
+        assert len(chooses) == 4  # attention and MLP of two blocks
+        moved[name] = [bool(weight.any()) for weight in chooses]
+    assert moved == dict(fixed=[False] * 4, usual=[True] * 4)
+
+
 def test_a_run_learns_what_the_teacher_says_and_goes_on_to_the_bit(teacher, tmp_path):
     learn = f"--distill.teacher {teacher} --distill.task_loss_weight 0 --balance_weight 0 --optim.schedule constant --optim.warmup_steps 0 --optim.lr 1e-2".split()
     whole, resumed = whole_and_resumed("dit", tmp_path, [4, 12], *learn)

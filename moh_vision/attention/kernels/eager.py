@@ -146,7 +146,10 @@ def choose(
         factor = alpha[1:]
         if gate_form == "released":
             factor = routed * factor
-            if routed < candidates:
+            if routed == 1 < candidates:
+                # p / p, but with a gradient of exactly 0. That of the quotient is rounding, which Adam would scale to whole steps.
+                selected = chosen + 0 * selected
+            elif routed < candidates:
                 # The released code clamps this sum, without effect: the sum includes the largest p, which is at least 1/E.
                 factor = factor / selected.sum(0, keepdim=True)
             # If all candidates run, the sum is 1 but for rounding. Undivided, gates of equal logits are exactly 1.

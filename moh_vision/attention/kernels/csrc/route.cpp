@@ -359,8 +359,10 @@ void gate_backward(const Router& router, const Lanes& lanes, LaneGradients& grad
   // The sum of the selected probabilities has a gradient too, except MoA's, which is detached.
   const bool through_sum = router.kind == Kind::RELEASED && router.divides();
   const Vec mean = through_sum ? product / lanes.selected_sum : Vec{};
+  // One selected head has the gate p / p, whose gradient is exactly 0; rounding would be scaled to whole steps by Adam.
+  const bool constant = through_sum && router.routed == 1;
   const auto prob_grad = [&](int64_t e) {
-    const Vec through_gate = lanes.routed_factor * (load(routed_grad + e * LANES) - mean);
+    const Vec through_gate = constant ? Vec{} : lanes.routed_factor * (load(routed_grad + e * LANES) - mean);
     return load(grad.probs.data() + e * LANES) + selected(e, through_gate);
   };
   Vec total{};

@@ -320,6 +320,9 @@ def _route_backward_kernel(
                 routed < router.CANDIDATES, tl.div_rn(routed_product, selected_sum), 0.0
             )
             dchosen = dgate - through_sum[:, None]
+            # One chosen head has the gate p / p, whose gradient is exactly 0; rounding would be scaled to whole steps by Adam.
+            constant = (routed == 1) & (routed < router.CANDIDATES)
+            dchosen = tl.where(constant, 0.0, dchosen)
         dprob += tl.where(chosen, routed_factor[:, None] * dchosen, 0.0)
 
         if router.SHARED == 1:
