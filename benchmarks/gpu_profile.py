@@ -7,12 +7,12 @@ from importlib.util import find_spec
 
 import torch
 from gpu_times import MODELS, QUICK_MODELS, drawn, training_step
-from models import routed
 from timing import to_base
 from timm.utils import ModelEmaV3
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from moh_vision.attention.routed_layer import routed_layers
 from moh_vision.engine.compiling import compile_blocks
 
 FAMILY = "vit_base"
@@ -84,7 +84,7 @@ def profile(run, form):
     if form == "eager":
         found["empty_launch_us"] = empty_launches(run)
         tokens = torch.randn(batch, 197, models["packed"].embed_dim, device=run.device)
-        router = routed(models["packed"])[0].router
+        router = routed_layers(models["packed"])[0].router
         found["router_ms"] = router_times(run, router, tokens)
     run.report["profile"][form] = found
     print_profile(found)

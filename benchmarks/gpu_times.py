@@ -9,7 +9,7 @@ import timm
 import torch
 from attention import Dense, Released, bound, copies, draw_router, layer_step, picked, saved_bytes
 from gpu_numerics import DTYPES, GELU, Shape, excluded, make_layer, precision
-from models import inputs, released, routed, task
+from models import inputs, released, task
 from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
@@ -448,7 +448,7 @@ def training(run, family, form):
         model = drawn(name, arguments)
         if label.startswith("released"):
             model = released(model)
-            for layer in routed(model):
+            for layer in routed_layers(model):
                 layer.executor = ReleasedExecutor
         return training_step(run, model, batch, arguments.get("img_size", 224), form)
 

@@ -34,8 +34,8 @@ def teacher(tmp_path_factory):
 def test_the_loss_moves_the_blocks_up_to_its_own(objective, checkpointing):
     torch.manual_seed(0)
     model = timm.create_model(
-        "moh_dit_small_patch2_75", img_size=8, in_chans=1, num_classes=3, embed_dim=32, depth=3, num_heads=4, head_budget=0.5,
-        learn_sigma=objective.learn_sigma,
+        "moh_dit_small_patch2_75", img_size=8, in_chans=1, num_classes=3, embed_dim=32, depth=3, num_heads=4,
+        head_budget=[(1, 2)] * 3, learn_sigma=objective.learn_sigma,
     )  # fmt: skip
     for p in model.parameters():  # a new DiT's blocks are the identity
         p.requires_grad and torch.nn.init.normal_(p, std=0.1)
