@@ -170,6 +170,14 @@ def call(script, options):
         raise SystemExit(f"that command failed with exit code {result.returncode}")
 
 
+def conversion_of(source):
+    """Return the options that start a run from the conversion of a dense run, whose choice is one of a sequence."""
+    options = ["--model.name", "pretrained", "--model.pretrained", source]
+    for name in ("embed_dim", "depth", "num_heads", "patch_size", "kwargs"):
+        options += [f"--model.{name}", "null"]  # the source says them
+    return [*options, "--model.convert", "{router: moh, scope: sample}"]
+
+
 def sha256_of(classifier):
     """Return the SHA-256 of a classifier's weights: distances in the features of two trainings cannot be compared."""
     return hashlib.sha256((classifier / "model.safetensors").read_bytes()).hexdigest()
@@ -241,12 +249,8 @@ class Runs:
             return self.entry["opponents"][model]["options"].split()
         if model == "dense":
             return []
-        source = self.run_of("dense", seed)
         recipe = RECIPES[model]
-        options = ["--model.name", "pretrained", "--model.pretrained", source]
-        for name in ("embed_dim", "depth", "num_heads", "patch_size", "kwargs"):
-            options += [f"--model.{name}", "null"]  # the source says them
-        options += ["--model.convert", "{router: moh, scope: sample}"]
+        options = conversion_of(self.run_of("dense", seed))
         options += ["--model.kwargs", "{route_by: timestep}"]
         if recipe.searched:
             for key, name in (("head_budget", "share"), ("mlp_budget", "mlp-share")):

@@ -5,9 +5,9 @@
 
 For each seed the dense ViT of configs/cls/cifar10_vit_cpu.yaml is trained, converted and fine-tuned for a tenth of its steps; heads and
 groups are chosen for an image (scope sample). Each conversion is fine-tuned alone, with the dense model as teacher, and so that the
-strongest heads and groups run for all images ("fixed"). The opponent is dense, with as many layers as come nearest to the time of half of the heads and groups. It is trained from the
-start, with and without the dense model as teacher, for the compute of the dense training and of a fine-tuning with the teacher, and
-so for more steps. What the opponent's teacher was trained for comes on top.
+strongest heads and groups run for all images ("fixed"). The opponent is dense, with as many layers as come nearest to the time of half
+of the heads and groups. It is trained from the start, with and without the dense model as teacher, for the compute of the dense
+training and of a fine-tuning with the teacher, and so for more steps. What the opponent's teacher was trained for comes on top.
 
 Each command is printed before it runs; all are those that a user would type. What is finished is not done again: trainings resume, and
 what the report holds is not measured again, also if --folder is another one. Two runs go on at a time (--jobs), each on one thread;
@@ -24,7 +24,17 @@ from typing import NamedTuple
 import timm
 import torch
 import yaml
-from conversion_quality import DENSE, PART, ROUNDS, SCRIPTS, SECONDS, TEACHER, UNBALANCED, call
+from conversion_quality import (
+    DENSE,
+    PART,
+    ROUNDS,
+    SCRIPTS,
+    SECONDS,
+    TEACHER,
+    UNBALANCED,
+    call,
+    conversion_of,
+)
 from timing import (
     about_machine,
     interleaved,
@@ -150,10 +160,7 @@ class Study:
         architecture = architecture_of(model)
         if architecture in CONVERSIONS:
             shares = CONVERSIONS[architecture]
-            options = ["--model.name", "pretrained", "--model.pretrained", dense]
-            for name in ("embed_dim", "depth", "num_heads", "patch_size", "kwargs"):
-                options += [f"--model.{name}", "null"]  # the source says them
-            options += ["--model.convert", "{router: moh, scope: sample}"]
+            options = conversion_of(dense)
             shape = "uniform:{}"
             if model.endswith(FIXED):
                 # All but one are shared, and without the balance loss nothing trains the router of a single one.

@@ -30,9 +30,8 @@ def on_two_ranks(function, *args):
 
 def _on_a_rank(rank, environment, port, function, args):
     _alone(environment)
-    faulthandler.enable(
-        file=2
-    )  # a crash tells where; descriptor 2, because pytest's sys.stderr has none
+    # A crash says where it was, on descriptor 2: pytest's sys.stderr has another.
+    faulthandler.enable(file=2)
     # As torchrun does; without it accelerate warns, on standard error, that it sets the number itself.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(
