@@ -11,6 +11,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.types import Device
 
+from moh_vision.attention import kernels
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors import (
@@ -24,12 +25,17 @@ from moh_vision.attention.executors import (
     WholeSequences,
 )
 from moh_vision.attention.kernels.route import (
+    ROUTE_AND_ATTEND,
     ProductAttention,
-    dtype_of_operator,
-    has_operator,
     project_and_route,
 )
-from moh_vision.attention.linear import linear_rows, plain, present_mode, unhooked
+from moh_vision.attention.linear import (
+    does_nothing,
+    linear_rows,
+    present_mode,
+    unhooked,
+    weight_of,
+)
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import router_class
@@ -173,7 +179,8 @@ class HeadMixtureAttention(RoutedLayer):
     @property
     def projections(self) -> tuple[nn.Module, ...]:
         """Return the modules whose weights are read by executors that skip heads."""
-        return self.qkv, self.proj
+        modules = self._modules  # see `route_by_operator`
+        return modules["qkv"], modules["proj"]
 
     def forward(  # noqa: PLR0913
         self,
@@ -251,7 +258,11 @@ class HeadMixtureAttention(RoutedLayer):
             call = call._replace(routing=routing, q=q)
         executor = self.make_executor(call)
         o = executor.attend(*executor.project())
-        return self.proj_drop(executor.combine(o)), call.routing.stats
+        y = executor.combine(o)
+        drop = self._modules["proj_drop"]
+        if call.mode != "eager" or not does_nothing(drop):
+            y = drop(y)
+        return y, call.routing.stats
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's own says nothing of types
@@ -373,8 +384,8 @@ class HeadMixtureAttention(RoutedLayer):
     def route_by_operator(self, call: Call, padded: Tensor | None) -> Call:
         """Route and project the tokens of a call by one operator, which also attends if the call's plan allows it.
 
-        The operator needs a router that is one linear layer for every token, and a router and a `qkv` without hooks. It has
-        no float64. With scope "sample" executors project only the heads that run, so a product of all heads is not wanted.
+        The operator needs a router that is one linear layer for every token and has no hooks; see also `plan.operator_of`.
+        With scope "sample" executors project only the heads that run, so a product of all heads is not wanted.
 
         Args:
             call: self-attention without a cache, not yet routed.
@@ -383,36 +394,35 @@ class HeadMixtureAttention(RoutedLayer):
         Returns:
             The call with its routing and `product` or `attended`; as it was, if no operator can do it.
         """
-        router = self.router
-        linear = router.routes_linearly and unhooked(router)
-        if self.scope != "token" or not linear or not self.fused_attn:
-            return call
-        if not self.projects_at_once() or call.mode == "traced":
-            return call
         x = call.x
-        qkv = self.qkv
-        dtype = dtype_of_operator(x, qkv.weight)
-        if dtype is None:
+        if self.scope != "token" or kernels.path(x.device.type) != "triton":
+            return call
+        # Read from the dictionary: nn.Module's own lookup of attributes takes ten times as long, and a GPU waits for it.
+        modules = self._modules
+        router = modules["router"]
+        if not router.routes_linearly or not unhooked(router):
             return call
         gates = router.as_linear(x)
-        if gates is None or not has_operator(x, dtype, gates.weight):
+        if gates is None:
             return call
         plan = self.plan(call, gates.form())
+        if not plan.operator:
+            return call
         attention = None
-        if plan.executor is InPlace and plan.prepared:
+        if plan.operator == ROUTE_AND_ATTEND:
             attention = ProductAttention(self.kv_heads, call.is_causal, call.attn_mask)
-        weights = (qkv.weight, qkv.bias)
-        routing, result = project_and_route(x, *weights, dtype, gates, padded, attention)
-        call = call._replace(routing=routing, plan=plan)
+        projection = modules["qkv"]._parameters
+        weights = (projection["weight"], projection["bias"])
+        routing, result = project_and_route(x, *weights, plan.dtype, gates, padded, attention)
         if attention is None:
-            return call._replace(product=result)
-        return call._replace(attended=result)
+            return call._replace(routing=routing, plan=plan, product=result)
+        return call._replace(routing=routing, plan=plan, attended=result)
 
     # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` overrides them
 
-    def projects_at_once(self) -> bool:
-        """Return whether `qkv.weight` may be read, and one product with it gives queries, keys and values."""
-        return plain(self.qkv)
+    def joint_weight(self) -> nn.Parameter | None:
+        """Return `qkv.weight`, by which one product gives queries, keys and values; None: it may not be read."""
+        return weight_of(self._modules["qkv"])
 
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return weight and bias of queries ([H*D, C], [H*D]), of keys and of values ([G*D, C], [G*D] each).
@@ -430,9 +440,10 @@ class HeadMixtureAttention(RoutedLayer):
         product = call.product
         if product is None:
             product = self.qkv(call.x)
+        heads = [self.num_heads, self.kv_heads, self.kv_heads]
         # Three names, because fx cannot trace `*` of a proxy. The function, because Tensor.split takes three times as long.
-        q, k, v = torch.split_with_sizes(product, self.rows, -1)
-        return self.by_head(q), self.by_head(k), self.by_head(v)
+        q, k, v = torch.split_with_sizes(self.by_head(product), heads, -2)
+        return q, k, v
 
     def project_queries(self, x: Tensor) -> Tensor:
         """Project x [B, N, C] to queries [B, N, H, D]."""
@@ -487,14 +498,16 @@ class HeadMixtureAttention(RoutedLayer):
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalise and rotate queries [B, N, h, D]; h may be any of the heads."""
-        q = self.q_norm(q)
+        if self.qk_norm:
+            q = self.q_norm(q)
         if rotary is None:
             return q
         return rotate(q, rotary, self.rotary_pairs)
 
     def prepare_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalise and rotate keys [B, M, g, D]; g may be any of the key-value heads."""
-        k = self.k_norm(k)
+        if self.qk_norm:
+            k = self.k_norm(k)
         if rotary is None:
             return k
         return rotate(k, rotary, self.rotary_pairs)

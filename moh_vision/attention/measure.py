@@ -20,7 +20,7 @@ from moh_vision.attention.executors.measurement_table import (
     current_table,
     measuring_is_off,
 )
-from moh_vision.attention.executors.plan import Plan, first_that_skips
+from moh_vision.attention.executors.plan import Plan, first_that_skips, plan_executor
 from moh_vision.attention.executors.signature import sign, words
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers, mlp_layers
@@ -243,7 +243,7 @@ def collect(
                 )
             except Exception as error:  # a layer that cannot be copied
                 refuse(executor, s.batch, s.tokens, error)
-        return Plan(layer.all_heads_executor)
+        return plan_executor(layer.all_heads_executor, s)
 
     def keep_inputs(layer: nn.Module, args: tuple, named: dict) -> None:
         inputs[layer] = args, named

@@ -79,9 +79,9 @@ class RoutedLayer(nn.Module):
             plan = self.plan(call)
         return plan.executor(self, call, plan.prepared, *more)
 
-    def projects_at_once(self) -> bool:
-        """Return whether one product that may be read gives queries, keys and values."""
-        return False
+    def joint_weight(self) -> nn.Parameter | None:
+        """Return the weight by which one product gives queries, keys and values; None: there is none that may be read."""
+        return None
 
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:

@@ -34,8 +34,8 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
         return [(linear.weight, linear.bias) for linear in (self.q_proj, self.k_proj, self.v_proj)]
 
-    def projects_at_once(self) -> bool:
-        return False
+    def joint_weight(self) -> nn.Parameter | None:
+        return None
 
     def project_all(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return self.project_queries(call.x), *self.project_keys_values(call.x)

@@ -7,18 +7,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moh_vision.attention import HeadBudget, kernels
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
 from moh_vision.attention.kernels.route import (
+    PROJECT_AND_ROUTE,
     LinearRouter,
     ProductAttention,
-    dtype_of_operator,
-    has_operator,
     project_and_route,
     route,
 )
+from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routers import MoARouter, MoHRouter
+from moh_vision.attention.routing import Call
 from tests.support.attend_backends import CPP, EAGER, TRITON, on, threads
 from tests.support.covering import covering
 from tests.support.refusals import refuse
@@ -430,7 +431,7 @@ def exact_node(x, weight, bias, router_weight, name, padding=None):
 
 def node(x, weight, bias, router_weight, name, padding=None):
     router = LinearRouter(router_weight, *ROUTERS[name])
-    return project_and_route(x, weight, bias, dtype_of_operator(x, weight), router, padding)
+    return project_and_route(x, weight, bias, product_dtype(x), router, padding)
 
 
 def gradients(routing, product, slopes, leaves, **options):
@@ -559,11 +560,17 @@ def test_what_has_no_node(backend):
         assert product.shape == (*shape[:2], OUTPUTS)
         loss = product.sum() + routing.weights.sum()
         assert not any(grad.any() for grad in torch.autograd.grad(loss, leaves))
-    leaves = make_node(backend, "released")
-    x, weight, _, router_weight = leaves
-    assert dtype_of_operator(x.double(), weight.double()) is None
-    assert has_operator(x, x.dtype, router_weight)
-    assert not has_operator(x, x.dtype, torch.zeros(300, 50, device=backend.device))
+    for heads, dtype, operator in (
+        (4, torch.float32, PROJECT_AND_ROUTE),
+        (4, torch.float64, ""),
+        (300, torch.float32, ""),
+    ):
+        budget = HeadBudget(heads=heads, head_dim=2, shared=1, routed=1)
+        layer = HeadMixtureAttention(heads * 2, budget, executor="masked")
+        layer.to(backend.device, dtype)
+        x = torch.randn(2, 5, heads * 2, device=backend.device, dtype=dtype)
+        gates = layer.router.as_linear(x)
+        assert layer.plan(Call(x, None), gates.form()).operator == operator
 
 
 @on(TRITON)

@@ -43,7 +43,11 @@ class InPlace(Executor):
         """
         s = signature
         changed = s.qk_norm or s.rotary
-        return s.at_once and not (changed or s.queries or s.context or s.cache)
+        return s.joint is not None and not (changed or s.queries or s.context or s.cache)
+
+    @staticmethod
+    def attends_product(prepared: bool) -> bool:
+        return prepared
 
     def __init__(self, layer: nn.Module, call: Call, prepared: bool):
         super().__init__(layer, call)

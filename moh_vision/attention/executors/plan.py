@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from moh_vision.attention import kernels
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.known import SMALLEST_QUERIES, rule
 from moh_vision.attention.executors.signature import Signature, sign, words
+from moh_vision.attention.kernels.contract import DTYPES
+from moh_vision.attention.kernels.route import PROJECT_AND_ROUTE, ROUTE_AND_ATTEND
 from moh_vision.attention.linear import present_mode
 from moh_vision.attention.routing import Call, RoutingForm
 
@@ -28,6 +31,8 @@ class Plan(NamedTuple):
     executor: type[Executor]
     prepared: Any = None  # what `Executor.prepare` made
     reason: str = ""  # why "auto" takes this executor, or why no heads are skipped
+    operator: str = ""  # see `operator_of`
+    dtype: torch.dtype | None = None  # of the products
 
 
 def plan_call(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> Plan:
@@ -40,13 +45,13 @@ def plan_call(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> 
     """
     wanted = layer.executor
     if not isinstance(wanted, str):
-        return Plan(wanted, wanted.prepare(sign(layer, call, form=form)))
+        return plan_executor(wanted, sign(layer, call, form=form))
     if not layer.fused_attn:
         return Plan(layer.unfused_executor)
     if wanted == "reference":
         return Plan(layer.reference_executor)
     mode = call.mode or present_mode(call.x)
-    if wanted == "masked" or mode == "traced":
+    if mode == "traced" or (wanted == "masked" and form is None):
         return Plan(layer.all_heads_executor)
     signature = sign(layer, call, mode, form)
     if mode == "compiled":
@@ -59,7 +64,10 @@ def plan_call(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> 
         plans.conditions = conditions
     plan = plans.get(signature)
     if plan is None:
-        plan = plans[signature] = make_plan(layer, signature)
+        failed = kernels.failed_trials()
+        plan = make_plan(layer, signature)
+        if kernels.failed_trials() == failed:  # else the kernel may work at the next call
+            plans[signature] = plan
     return plan
 
 
@@ -74,13 +82,42 @@ class Plans(dict):
 
 
 def make_plan(layer: nn.Module, signature: Signature) -> Plan:
-    """Choose the executor of calls with a signature, for a layer whose executor is "auto" or "packed"."""
+    """Choose the executor of calls with a signature, for a layer whose executor is "auto", "packed" or "masked"."""
+    if layer.executor == "masked":
+        return plan_executor(layer.all_heads_executor, signature)
     executor, reason = first_that_skips(layer, signature)
     if layer.executor == "auto":
         if executor is not layer.all_heads_executor:
             executor, reason = faster(layer, signature, executor)
         announce(executor.__name__, reason)
-    return Plan(executor, executor.prepare(signature), reason)
+    return plan_executor(executor, signature, reason)
+
+
+def plan_executor(executor: type[Executor], signature: Signature, reason: str = "") -> Plan:
+    """Return the plan of calls with a signature by an executor; `reason`: see `Plan`."""
+    prepared = executor.prepare(signature)
+    operator = operator_of(signature, executor.attends_product(prepared))
+    return Plan(executor, prepared, reason, operator, signature.dtype)
+
+
+def operator_of(signature: Signature, attends: bool) -> str:
+    """Return the name of the operator that begins calls of a layer, one of the two of `kernels.route`; "": there is none.
+
+    Args:
+        signature: of the calls.
+        attends: whether the executor lets the operator attend too.
+    """
+    s = signature
+    crosses = s.context or s.cache
+    if s.path != "triton" or s.mode == "traced" or s.scope != "token" or crosses:
+        return ""
+    if not all(dtype in DTYPES for dtype in (s.given, s.dtype, s.joint, s.linear)):
+        return ""
+    if not kernels.works("project_and_route", s.device, s.given, s.dtype, s.linear):
+        return ""
+    if attends:
+        return ROUTE_AND_ATTEND
+    return PROJECT_AND_ROUTE
 
 
 def first_that_skips(layer: nn.Module, signature: Signature) -> tuple[type[Executor], str]:

@@ -110,7 +110,7 @@ def not_tiled(signature: Signature) -> str:
 
 def not_looked_up(signature: Signature) -> str:
     """Return why `LookedUpProducts` cannot run attention on a GPU or would be slower than all heads."""
-    at_once = signature.at_once and not signature.context
+    at_once = signature.joint is not None and not signature.context
     if looks_up_heads(signature) and not at_once:
         return NOT_ONE_PRODUCT
     return not_tiled(signature)

@@ -35,7 +35,8 @@ class Signature(NamedTuple):
     kv_heads: int
     dim: int
     readable: bool  # False: the projections must be called as modules, so that their weights may not be read
-    at_once: bool  # whether one product gives queries, keys and values
+    # The dtype of the weight by which one product gives queries, keys and values; None: there is none that may be read.
+    joint: torch.dtype | None
     qk_norm: bool  # whether queries and keys are normalised
     # Sizes.
     batch: int
@@ -47,6 +48,7 @@ class Signature(NamedTuple):
     all_heads: bool  # see `RoutingForm.all_heads`
     counted: bool  # whether every token runs just K heads
     listed: bool  # whether the router listed the pairs
+    linear: torch.dtype | None  # see `RoutingForm.linear`
     # Options of the call.
     given: torch.dtype  # of the tokens
     dtype: torch.dtype  # of the products
@@ -92,17 +94,21 @@ def sign(
         form = call.routing.form()
     if mode is None:
         mode = call.mode or present_mode(x)
+    device = x.device
     batch, tokens, _ = x.shape
     keys = tokens
     if call.context is not None:
         keys = call.context.shape[1]
-    router = layer.router
+    joint = layer.joint_weight()
+    if joint is not None:
+        joint = joint.dtype
+    router = layer._modules["router"]  # see `HeadMixtureAttention.route_by_operator`
     active = form.count
     if active is None:
         active = router.budget.active
     return Signature(
-        device=x.device,
-        path=kernels.path(x.device.type),
+        device=device,
+        path=kernels.path(device.type),
         layer=type(layer),
         router=type(router),
         scope=layer.scope,
@@ -112,7 +118,7 @@ def sign(
         kv_heads=layer.kv_heads,
         dim=layer.dim,
         readable=all(map(plain, layer.projections)),
-        at_once=layer.projects_at_once(),
+        joint=joint,
         qk_norm=layer.qk_norm,
         batch=batch,
         tokens=tokens,
@@ -122,6 +128,7 @@ def sign(
         all_heads=form.all_heads,
         counted=form.count is not None,
         listed=form.listed,
+        linear=form.linear,
         given=x.dtype,
         dtype=product_dtype(x),
         mask=_form_of(call.attn_mask),

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about as about
+from moh_vision.attention.kernels.build import failed_trials as failed_trials
 from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.kernels.build import using as using
-from moh_vision.attention.kernels.contract import DTYPES, WIDEST, run
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST, call, run
 from moh_vision.attention.linear import in_float, is_exporting, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
@@ -147,7 +148,7 @@ def pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
     if active.shape[:2] != (batch, tokens):
         active = active.expand(batch, tokens, -1)
     if path(active.device.type) == "triton":
-        return Pairs(*torch.ops.moh_vision_triton.pairs(active, routing.count))
+        return Pairs(*call("moh_vision_triton::pairs", active, routing.count))
     return list_pairs(active)
 
 
@@ -185,9 +186,7 @@ def plan_heads(
     Returns:
         The heads that run [B, K], and two tensors that only these three functions read.
     """
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-    return gpu.OPS.plan(active, weights, count, head_dim)
+    return call("moh_vision_triton::plan", active, weights, count, head_dim)
 
 
 def project_heads(
@@ -201,9 +200,7 @@ def project_heads(
         bias: [3 * H * D] or None.
         plan: see `plan_heads`.
     """
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-    return gpu.OPS.project_heads(x, weight, bias, *plan)
+    return call("moh_vision_triton::project_heads", x, weight, bias, *plan)
 
 
 def project_groups(
@@ -217,10 +214,8 @@ def project_groups(
         bias: [H * D] or None.
         plan: see `plan_heads`.
     """
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
     heads, _, index = plan
-    return gpu.OPS.project_groups(x, weight, bias, heads, index)
+    return call("moh_vision_triton::project_groups", x, weight, bias, heads, index)
 
 
 def combine_heads(
@@ -242,12 +237,10 @@ def combine_heads(
     Returns:
         [B, N, C].
     """
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
     _, gates, index = plan
     if weighed:
         gates = None
-    return gpu.OPS.combine_heads(o, weight, bias, gates, index)
+    return call("moh_vision_triton::combine_heads", o, weight, bias, gates, index)
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:

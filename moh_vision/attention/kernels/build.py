@@ -49,6 +49,7 @@ PATHS = {
 
 _used: str | None = None  # the argument of `use`
 _interprets = False  # whether Triton's interpreter runs, on tensors of any device; set by `use`
+_failed_trials = 0  # see `failed_trials`
 _loaded = False  # whether the C++ operators are in this process
 
 
@@ -138,6 +139,17 @@ def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
     from moh_vision.attention.kernels.gpu import check  # imports Triton
 
     return check.works(kernel, device, *dtypes)
+
+
+def failed_trials() -> int:
+    """Return how often a kernel could not be tried in this process, for want of memory for example; see `works`."""
+    return _failed_trials
+
+
+def note_failed_trial() -> None:
+    """Count a kernel that could not be tried."""
+    global _failed_trials
+    _failed_trials += 1
 
 
 @torch.compiler.assume_constant_result  # the path does not change in a process

@@ -12,18 +12,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.linear import without_autocast
 
+PLAIN_CLASSES = (Tensor, nn.Parameter)  # of tensors that have values and no behaviour of their own
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # largest head width of Triton's kernels
 
-# By name: an operator, and its node of autograd. `differentiate` fills both.
+# By name, see `add_operator`: an operator, and the Python function of one that is written in Python, as Triton's are.
 _OPERATORS: dict[str, Callable] = {}
+_FUNCTIONS: dict[str, Callable] = {}
+# By name: the node of autograd of an operator. `differentiate` fills it.
 _NODES: dict[str, type[torch.autograd.Function]] = {}
+
+
+def add_operator(name: str, function: Callable | None = None) -> None:
+    """Let `run` and `call` find an operator that is defined.
+
+    Args:
+        name: library and name of the operator, such as "moh_vision::attend".
+        function: what the operator calls, if it is written in Python.
+    """
+    library, _, short_name = name.partition("::")
+    _OPERATORS[name] = getattr(getattr(torch.ops, library), short_name).default
+    if function is not None:
+        _FUNCTIONS[name] = function
 
 
 def run(name: str, *inputs: Any) -> Any:
@@ -38,7 +54,40 @@ def run(name: str, *inputs: Any) -> Any:
     if torch.is_grad_enabled():
         return _NODES[name].apply(*inputs)
     with torch._C._AutoDispatchBelowAutograd():
+        return call(name, *inputs)
+
+
+def call(name: str, *inputs: Any) -> Any:
+    """Call an operator that `add_operator` knows, without a gradient.
+
+    The Python function of an operator is called directly, unless somebody must see the operator: handing a dozen arguments
+    and results through torch's dispatcher takes a third as long on the host as what the function itself does.
+    """
+    if torch.compiler.is_compiling():
         return _OPERATORS[name](*inputs)
+    function = _FUNCTIONS.get(name)
+    if function is None or needs_dispatcher(inputs):
+        return _OPERATORS[name](*inputs)
+    return function(*inputs)
+
+
+def needs_dispatcher(inputs: tuple[Any, ...]) -> bool:
+    """Return whether the operator itself must be called.
+
+    It must under a mode that watches operators, as a counter of FLOPs does, and under torch.func; and for tensors without
+    values or of another class. Tensors in a list are not looked at.
+
+    inputs: of the operator.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    for value in inputs:
+        if type(value) in PLAIN_CLASSES:
+            if value.is_meta:
+                return True
+        elif isinstance(value, Tensor):
+            return True
+    return False
 
 
 def differentiate(
@@ -53,7 +102,7 @@ def differentiate(
     """Register the gradient of an operator.
 
     Args:
-        name: library and name of the operator, such as "moh_vision::attend".
+        name: of an operator that `add_operator` knows.
         oracle: computes the same in PyTorch, from the same inputs; returns the first outputs of the operator, in their
             order. Outputs in `constant` are ignored.
         backward: calls the operator's backward: (gradients of the outputs, inputs, kept outputs) -> gradients of the
@@ -93,21 +142,17 @@ def differentiate(
         no_gradients = [None] * (len(inputs) - len(computed))
         return *computed, *no_gradients
 
-    library, _, short_name = name.partition("::")
-    operator = getattr(getattr(torch.ops, library), short_name).default
-
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
             with torch._C._AutoDispatchBelowAutograd():
-                output = operator(*inputs)
+                output = call(name, *inputs)
             keep(ctx, inputs, output)
             return output
 
         backward = staticmethod(gradients)
 
-    Node.__name__ = short_name
-    _OPERATORS[name] = operator
+    Node.__name__ = name.partition("::")[2]
     _NODES[name] = Node
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
@@ -151,7 +196,6 @@ def describe_route(library: str, lists_pairs: bool) -> None:
         library: name of the library, such as "moh_vision".
         lists_pairs: the last two outputs of `route` are the list of pairs.
     """
-    operators = getattr(torch.ops, library)
 
     @torch.library.register_fake(f"{library}::route")
     def _(x, weight, candidates, shared, routed, gate_form, padding):
@@ -183,7 +227,8 @@ def describe_route(library: str, lists_pairs: bool) -> None:
     def backward(grads, inputs, outputs):
         dweights, _, drouter_outputs, dprobs = grads[:4]
         (router_outputs,) = outputs
-        return operators.route_backward(dweights, dprobs, drouter_outputs, router_outputs, *inputs)
+        grads = (dweights, dprobs, drouter_outputs)
+        return call(f"{library}::route_backward", *grads, router_outputs, *inputs)
 
     constant = [1, 4]  # active and counts
     if lists_pairs:
@@ -199,7 +244,6 @@ def describe_attend(library: str) -> None:
     Args:
         library: name of the library, such as "moh_vision".
     """
-    operators = getattr(torch.ops, library)
     fake = torch.library.register_fake
 
     @fake(f"{library}::attend_in_place")
@@ -228,8 +272,8 @@ def describe_attend(library: str) -> None:
 
     def attend_backward(grads, inputs, outputs):
         q, k, v, weights, *lists = inputs
-        *computed, dgates = operators.attend_in_place_backward(
-            grads[0], q, k, v, *outputs, weights, *lists
+        *computed, dgates = call(
+            f"{library}::attend_in_place_backward", grads[0], q, k, v, *outputs, weights, *lists
         )
         if weights is None:
             dgates = None
@@ -237,8 +281,15 @@ def describe_attend(library: str) -> None:
 
     def attend_product_backward(grads, inputs, outputs):
         product, heads, kv_heads, weights, *lists = inputs
-        dproduct, dgates = operators.attend_product_backward(
-            grads[0], product, *outputs, heads, kv_heads, weights, *lists
+        dproduct, dgates = call(
+            f"{library}::attend_product_backward",
+            grads[0],
+            product,
+            *outputs,
+            heads,
+            kv_heads,
+            weights,
+            *lists,
         )
         if weights is None:
             dgates = None

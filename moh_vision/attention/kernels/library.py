@@ -6,7 +6,12 @@
 import torch
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.contract import describe_attend, describe_route, differentiate
+from moh_vision.attention.kernels.contract import (
+    add_operator,
+    describe_attend,
+    describe_route,
+    differentiate,
+)
 
 OPS = torch.ops.moh_vision
 FAKE = torch.library.register_fake
@@ -77,6 +82,18 @@ def _combine(grads, inputs, _):
     return *computed, dbias
 
 
+for name in (
+    "project",
+    "attend",
+    "combine",
+    "route",
+    "route_backward",
+    "attend_in_place",
+    "attend_in_place_backward",
+    "attend_product",
+    "attend_product_backward",
+):
+    add_operator(f"moh_vision::{name}")
 describe_route("moh_vision", lists_pairs=True)
 describe_attend("moh_vision")
 differentiate("moh_vision::project", lambda *inputs: (eager.project(*inputs),), _project)

@@ -15,9 +15,12 @@ from torch import Tensor
 from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.contract import DTYPES, run
 from moh_vision.attention.kernels.eager import choose, gate_logits
-from moh_vision.attention.linear import cast, cast_bias, is_traced, product_dtype
+from moh_vision.attention.linear import cast, cast_bias, is_traced
 from moh_vision.attention.routing import Pairs, Routing, RoutingForm, RoutingStats
 
+# Operators that begin a call of a layer, see `project_and_route`.
+PROJECT_AND_ROUTE = "moh_vision_triton::project_and_route"
+ROUTE_AND_ATTEND = "moh_vision_triton::route_and_attend"
 MOST_ROWS = 256  # most rows of a router's weight whose logits fit in the registers of a GPU
 
 # fx records a call of this function and does not trace into it, because it reads a dtype and a device, which proxies lack.
@@ -47,7 +50,10 @@ class LinearRouter(NamedTuple):
 
     def form(self) -> RoutingForm:
         """Return the form of the Routing that Triton's operators make: they do not list the pairs."""
-        return RoutingForm("token", self.shared + self.routed, all_heads=False, listed=False)
+        linear = None
+        if self.weight.shape[0] <= MOST_ROWS:
+            linear = self.weight.dtype
+        return RoutingForm("token", self.shared + self.routed, False, False, linear)
 
 
 def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -> Routing:
@@ -69,25 +75,6 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
     return _routing(router, run(operator, x, *router[:5], padding_mask))
 
 
-def dtype_of_operator(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the dtype in which `project_and_route` multiplies tokens x by a weight; None if it cannot.
-
-    x must have values: the call is not traced.
-    """
-    if path(x.device.type) != "triton":
-        return None
-    dtype = product_dtype(x)
-    if dtype not in DTYPES or x.dtype not in DTYPES or weight.dtype not in DTYPES:
-        return None
-    return dtype
-
-
-def has_operator(x: Tensor, dtype: torch.dtype, router_weight: Tensor) -> bool:
-    """Return whether Triton's kernels project and route tokens x with a router's weight [R, C]; `dtype` is of products."""
-    fits = router_weight.dtype in DTYPES and router_weight.shape[0] <= MOST_ROWS
-    return fits and works("project_and_route", x.device, x.dtype, dtype, router_weight.dtype)
-
-
 class ProductAttention(NamedTuple):
     """How `project_and_route` attends, with a product that is queries, keys and values: see `kernels.attend_product`."""
 
@@ -105,12 +92,12 @@ def project_and_route(
     padding_mask: Tensor | None = None,
     attention: ProductAttention | None = None,
 ) -> tuple[Routing, Tensor]:
-    """Route tokens and multiply them by a weight, as one node of autograd. `has_operator` must be true.
+    """Route tokens and multiply them by a weight, as one node of autograd, by Triton's kernels; see `plan.operator_of`.
 
     Args:
         x: tokens [B, N, C].
         weight, bias: weight [O, C] and bias [O] (or None) of the product.
-        dtype: see `dtype_of_operator`.
+        dtype: of the product.
         router, padding_mask: see `route`.
         attention: not None: the node also attends for the pairs that run.
 
@@ -126,9 +113,9 @@ def project_and_route(
         *router[:5],
         padding_mask,
     )
-    name = "moh_vision_triton::project_and_route"
+    name = PROJECT_AND_ROUTE
     if attention is not None:
-        name = "moh_vision_triton::route_and_attend"
+        name = ROUTE_AND_ATTEND
         inputs = (*inputs, *attention)
     result, *outputs = run(name, *inputs)
     return _routing(router, outputs[:5]), result

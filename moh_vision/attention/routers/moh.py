@@ -7,11 +7,12 @@ from torch.types import Device
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.eager import choose
 from moh_vision.attention.kernels.route import LinearRouter, route
-from moh_vision.attention.linear import plain
+from moh_vision.attention.linear import weight_of
 from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
 
 GATE_SCALES = ("released", "paper")
+LINEARS = ("routed", "shared", "balance")  # in the order of the rows of a `LinearRouter`
 
 
 class MoHRouter(TopKRouter):
@@ -78,22 +79,25 @@ class MoHRouter(TopKRouter):
     @property
     def linears(self) -> list[nn.Module]:
         """Return W_r, W_s and W_h, without those that do not exist."""
-        every = (self.routed, self.shared, self.balance)
-        return [linear for linear in every if linear is not None]
+        # Every call of a layer reads them, and nn.Module's own lookup of attributes takes ten times as long.
+        modules = self._modules
+        return [modules[name] for name in LINEARS if modules.get(name) is not None]
 
     @property
     def settings(self) -> tuple[int, int, int, str, bool]:
         """Return the fields of a `LinearRouter` after its weight, which are also arguments of `choose`."""
         budget = self.budget
         gate_form = "released" if self.released else "paper"
-        return budget.candidates, budget.shared, budget.routed, gate_form, self.balance is not None
+        balanced = self._modules.get("balance") is not None
+        return budget.candidates, budget.shared, budget.routed, gate_form, balanced
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
         weights = []
         for linear in self.linears:
-            if not plain(linear, GateLinear):
+            weight = weight_of(linear, GateLinear)
+            if weight is None:
                 return None
-            weights.append(linear.weight)
+            weights.append(weight)
         # One weight [E + h_s + 2, C] for one product, because all of them read the same tokens.
         if not weights:
             weight = x.new_zeros((0, x.shape[-1]))

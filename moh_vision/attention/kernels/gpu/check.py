@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moh_vision.attention.kernels import eager
+from moh_vision.attention.kernels.build import note_failed_trial
 from moh_vision.attention.kernels.gpu.blocks import uses_tf32
 from moh_vision.attention.kernels.gpu.library import OPS
 from moh_vision.attention.kernels.gpu.route import GATE_FORMS
@@ -86,6 +87,7 @@ def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
     try:
         return _tried(kernel, device, dtypes, uses_tf32())
     except CannotTry as error:
+        note_failed_trial()
         _warn(kernel, device, dtypes, f"{error}; it is tried again later")
         return False
 

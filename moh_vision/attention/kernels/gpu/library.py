@@ -15,6 +15,7 @@ from moh_vision.attention.kernels.contract import (
     DTYPES,
     WIDEST,
     attend_product_oracle,
+    call,
     describe_attend,
     describe_route,
     differentiate,
@@ -50,16 +51,16 @@ def define(schema: str, run: Callable, fake: Callable | None = None) -> None:
         for first_tensor in args:
             if isinstance(first_tensor, Tensor):
                 break
-        device = first_tensor.device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        if not first_tensor.is_cuda or first_tensor.get_device() == torch.cuda.current_device():
             return run(*args)
-        with torch.cuda.device(device):
+        with torch.cuda.device(first_tensor.device):
             return run(*args)
 
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, on_its_device, "CUDA")
     LIBRARY.impl(name, on_its_device, "CPU")
+    contract.add_operator(f"{NAME}::{name}", on_its_device)
     if fake is not None:
         torch.library.register_fake(f"{NAME}::{name}", fake)
 
@@ -98,7 +99,7 @@ def attend(
     """
     _check_attend(q, k, v, weights, token, offsets, mask)
     inputs = (q, k, v, weights, token, offsets, is_causal, mask)
-    return contract.run("moh_vision_triton::attend_in_place", *inputs)
+    return contract.run(f"{NAME}::attend_in_place", *inputs)
 
 
 def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
@@ -171,7 +172,7 @@ def attend_product(
     """
     _check_product(product, heads, kv_heads, weights, token, offsets, mask)
     inputs = (product, heads, kv_heads, weights, token, offsets, is_causal, mask)
-    return contract.run("moh_vision_triton::attend_product", *inputs)
+    return contract.run(f"{NAME}::attend_product", *inputs)
 
 
 _LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
@@ -254,8 +255,9 @@ def _project_and_route_gradients(grads, inputs, outputs):
     dproduct, dweights, _, drouter_outputs, dprobs = grads[:5]
     (router_outputs,) = outputs
     _exact, *remaining = inputs
-    dx, dweight, dbias, drouter = OPS.project_and_route_backward(
-        dproduct, dweights, dprobs, drouter_outputs, router_outputs, *remaining
+    grads = (dproduct, dweights, dprobs, drouter_outputs)
+    dx, dweight, dbias, drouter = call(
+        f"{NAME}::project_and_route_backward", *grads, router_outputs, *remaining
     )
     bias = inputs[3]
     if bias is None:
@@ -329,8 +331,9 @@ def _route_and_attend_gradients(grads, inputs, outputs):
     """See `contract.differentiate`, argument `backward`."""
     do, dweights, _, drouter_outputs, dprobs = grads[:5]
     _exact, *remaining = inputs
-    dx, dweight, dbias, drouter = OPS.route_and_attend_backward(
-        do, dweights, dprobs, drouter_outputs, outputs, *remaining
+    grads = (do, dweights, dprobs, drouter_outputs)
+    dx, dweight, dbias, drouter = call(
+        f"{NAME}::route_and_attend_backward", *grads, outputs, *remaining
     )
     bias = inputs[3]
     if bias is None:
@@ -388,7 +391,7 @@ def _fake_weigh_backward(dy, o, weights):
 
 
 def _weigh_gradients(grads, inputs, _):
-    return OPS.weigh_backward(grads[0], *inputs)
+    return call(f"{NAME}::weigh_backward", grads[0], *inputs)
 
 
 def _weigh_oracle(o, weights):

@@ -89,8 +89,8 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     length = longest_list(B, N, H, count)
     if length >= 2**31:
         raise ValueError(f"pairs: {length} pairs are too many for int32")
-    token = torch.empty(length, dtype=torch.int32, device=active.device)
-    if token.numel() == 0:
+    token = active.new_empty(length, dtype=torch.int32)
+    if length == 0:
         return token, token.new_zeros(H * B + 1)
     active = contiguous_rows(active).view(torch.uint8)
     active_by = active.stride()[:2]
@@ -100,10 +100,10 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
         warps = 8
     tokens = max(16, min(TOKENS, LARGEST_TILE // columns))
     blocks = cdiv(N, tokens)
-    counts = torch.empty((H, B, blocks), dtype=torch.int32, device=active.device)
+    counts = token.new_empty(H * B * blocks)
     options = dict(BLOCK_N=tokens, COLUMNS=columns, num_warps=warps)
     _count_kernel[(B * blocks,)](active, counts, B, N, H, active_by, **options)
-    ends = counts.flatten().cumsum(0, dtype=torch.int32)
-    offsets = torch.empty(H * B + 1, dtype=torch.int32, device=active.device)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    offsets = token.new_empty(H * B + 1)
     _list_kernel[(B * blocks,)](active, counts, ends, token, offsets, B, N, H, active_by, **options)
     return token, offsets

@@ -440,12 +440,11 @@ def forward(
     router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
     B, N, C = x.shape
     H = shared + candidates
-    new = dict(dtype=torch.float32, device=x.device)
-    weights = torch.empty((B, N, H), **new)
-    rows = torch.empty((B, N, router.ROWS), **new)
-    probs = torch.empty((B, N, candidates), **new)
-    active = torch.empty((B, N, H), dtype=torch.bool, device=x.device)
-    counts = torch.zeros((B, H), **new)
+    weights = x.new_empty((B, N, H), dtype=torch.float32)
+    rows = weights.new_empty((B, N, router.ROWS))
+    probs = weights.new_empty((B, N, candidates))
+    counts = weights.new_zeros((B, H))
+    active = x.new_empty((B, N, H), dtype=torch.bool)
     if B * N == 0:
         return weights, active, rows, probs, counts
 
