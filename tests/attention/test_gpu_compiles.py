@@ -77,7 +77,7 @@ def assert_fit(kernels):
 def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
     """A budget compiles nothing anew; Triton makes constants of sizes of one, which have no methods of tensors."""
     tasks = [("attend", *case) for case in SIX]
-    tasks += [("route", 90, "bfloat16", 23, 1, routed) for routed in BUDGETS]
+    tasks += [("route", 90, "bfloat16", 23, 2, routed) for routed in BUDGETS]
     tasks += [("weigh", 89, 72, "float16"), ("ones", 90)]
     kernels = compiled(tasks)
     of = dict(attend=[], route=[], weigh=[], ones=[])
@@ -88,6 +88,13 @@ def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
     for kernel in of["route"]:
         of_budget[kernel["task"][-1]].add(kernel["hash"])
     assert all(of_budget[budget] == of_budget[BUDGETS[0]] for budget in BUDGETS)
+    # A weight in three tensors is loaded as one in one tensor.
+    for name in ("_route_kernel", "_route_backward_kernel"):
+        of_one, of_three = (
+            [kernel["loads"] for kernel in of["route"] if kernel["name"] == name][part::2]
+            for part in (0, 1)
+        )
+        assert of_one == of_three and all(of_one), name
     assert_fit(of["attend"] + of["route"] + of["weigh"])
     assert {kernel["name"] for kernel in of["attend"]} == ATTENTION
     assert {kernel["name"] for kernel in of["route"] + of["weigh"]} == AROUND
@@ -192,6 +199,7 @@ def compile_only(tasks):
             hash=kernel.hash,
             shared=kernel.metadata.shared,
             spilled=spilled,
+            loads=kernel.asm["ptx"].count(", 0x10,"),  # of 16 bytes into shared memory
         )
         print(json.dumps(line), flush=True)
 
@@ -233,10 +241,17 @@ def route(dtype, candidates, shared, routed, tokens=64, C=768):
     dtype = products_in(dtype)
     x = torch.zeros(2, tokens, C, dtype=dtype, requires_grad=True)
     rows = candidates + (shared if shared > 1 else 0) + (2 if shared else 0)
+    parts = [candidates]
+    if shared:  # the rows of a router's layers, each in its own tensor
+        parts = [candidates, *([shared] if shared > 1 else []), 2]
     for weight_dtype in {dtype, torch.float32}:
         weight = torch.zeros(rows, C, dtype=weight_dtype, requires_grad=True)
-        weights, active, *_ = OPS.route(x, weight, candidates, shared, routed, "released", None)
-        weights.sum().backward()
+        for split in dict.fromkeys([(rows,), tuple(parts)]):
+            tensors = (*weight.split(split), None, None)[:3]
+            first, second, third = tensors
+            settings = (candidates, shared, routed, "released", None)
+            weights, active, *_ = OPS.route(x, first, *settings, second, third)
+            weights.sum().backward()
     OPS.pairs(active, None)
 
 

@@ -662,19 +662,22 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
 
     x = torch.randn(2, 9, 20, device=DEVICE, dtype=backend.dtype, requires_grad=True)
     weight = torch.randn(4, 20, device=DEVICE, requires_grad=True)
-    router = weight, 2, 1, 1, "released", torch.rand(2, 9, device=DEVICE) < 0.3
-    given["route"] = x, *router
+    # Two candidates, and the two rows of the balance apart.
+    first, second = weight.detach().split([2, 2])
+    router = first.requires_grad_(), 2, 1, 1, "released", torch.rand(2, 9, device=DEVICE) < 0.3
+    further = second.requires_grad_(), None
+    given["route"] = x, *router, *further
     gates, active, rows, probs, _ = ops.route(*given["route"])
-    given["route_backward"] = gates, probs, rows, rows, x, *router
+    given["route_backward"] = gates, probs, rows, rows, x, *router, *further
     linear = (torch.randn(shape, device=DEVICE, dtype=x.dtype) for shape in ((30, 20), (30,)))
-    projection = x, *(t.requires_grad_() for t in linear), *router
+    projection = x, *(t.requires_grad_() for t in linear), *router, *further
     given["project_and_route"] = x.detach().float(), *projection
     given["project_and_route_backward"] = (
         *(x.new_ones(2, 9, 30), gates, probs, rows, rows),
         *projection,
     )
     of_3_heads = [torch.randn(shape, device=DEVICE, dtype=x.dtype) for shape in ((36, 20), (36,))]
-    attends = x, *(t.requires_grad_() for t in of_3_heads), *router, 3, False, None
+    attends = x, *(t.requires_grad_() for t in of_3_heads), *router, 3, False, None, *further
     given["route_and_attend"] = x.detach().float(), *attends
     o, gates, _, rows_of_attended, _, _, *saved = ops.route_and_attend(*given["route_and_attend"])
     saved = [t.detach() for t in (o, gates, rows_of_attended, *saved)]

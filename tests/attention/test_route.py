@@ -340,6 +340,8 @@ def test_opcheck(backend):
     for name in ("released", "MoA"):
         x, weight = make(backend, name, (2, 9, 20))
         arguments = x, weight, *ROUTERS[name][:4], some_padding(2, 9, backend)
+        if backend == TRITON:
+            arguments = *arguments, None, None
         torch.library.opcheck(backend.operators.route.default, arguments)
     active = torch.rand(2, 5, 3, device=backend.device) < 0.5
     if backend == TRITON:
@@ -401,6 +403,44 @@ def test_autocast_does_not_reach_the_router(backend):
         assert gates.dtype == torch.float32
         answers.append((gates, *[p.grad for p in router.parameters()]))
     assert all(map(torch.equal, *answers))
+
+
+def in_parts(weight, name):
+    """A router whose weight lies in up to three tensors, as the layers of a MoHRouter have it."""
+    candidates, shared, _, _, balanced = ROUTERS[name]
+    sizes = [candidates, shared if shared > 1 else 0, 2 * balanced]
+    first, *more = weight.split([size for size in sizes if size])
+    return LinearRouter(first, *ROUTERS[name], *more)
+
+
+@on_every
+@pytest.mark.parametrize("name", ["released", "one shared", "not balanced", "33 candidates", "MoA"])
+def test_a_weight_in_parts(backend, name):
+    """Bit for bit what one tensor gives, in values, gradients and second derivatives; parts of two dtypes too."""
+    x, weight = make(backend, name)
+    padding = some_padding(*x.shape[:2], backend)
+    projection = torch.randn(5, x.shape[-1], device=x.device)
+    routers = LinearRouter(weight, *ROUTERS[name]), in_parts(weight, name)
+    assert len(routers[1].parts()) == {"MoA": 1, "one shared": 2, "not balanced": 2}.get(name, 3)
+    calls = [lambda router: (None, route(x, router, padding))]
+    if backend == TRITON:
+        calls.append(
+            lambda router: project_and_route(x, projection, None, x.dtype, router, padding)[::-1]
+        )
+    for call in calls:
+        answers = []
+        for router in routers:
+            _, routing = call(router)
+            ends = differentiable(routing)
+            loss = sum(end.square().sum() for end in ends)
+            grads = torch.autograd.grad(loss, (x, weight), create_graph=True)
+            second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), (x, weight))
+            answers.append((*ends, *grads, *second))
+        assert all(map(torch.equal, *answers))
+    if len(routers[1].parts()) > 1:
+        mixed = routers[1]._replace(second=routers[1].second.double())
+        assert mixed.dtype_in_triton() is None and mixed.form().linear is None
+        torch.testing.assert_close(route(x, mixed, padding).weights.float(), ends[0])
 
 
 # ---- product and router as one node
@@ -577,7 +617,7 @@ def test_what_has_no_node(backend):
 def test_a_gradient_that_is_one_for_all_tokens_is_not_copied(backend):
     """The balance loss gives each token the same gradient of its probabilities: memory of one token, expanded."""
     x, router_weight = make(backend, "released")
-    given = (x, router_weight, 9, 3, 6, "released", None)
+    given = (x, router_weight, 9, 3, 6, "released", None, None, None)
     rows = backend.operators.route(*given)[2].detach()
     one = torch.randn(1, 1, 9, device=x.device).expand(*x.shape[:2], -1)
     results = [

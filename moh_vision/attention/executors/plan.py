@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     prepared: Any = None  # what `Executor.prepare` made
     reason: str = ""  # why "auto" takes this executor, or why no heads are skipped
     operator: str = ""  # see `operator_of`
-    dtype: torch.dtype | None = None  # of the products
+    dtype: torch.dtype | None = None  # of the products of this operator
 
 
 def plan_call(layer: nn.Module, call: Call, form: RoutingForm | None = None) -> Plan:
@@ -97,6 +97,8 @@ def plan_executor(executor: type[Executor], signature: Signature, reason: str = 
     """Return the plan of calls with a signature by an executor; `reason`: see `Plan`."""
     prepared = executor.prepare(signature)
     operator = operator_of(signature, executor.attends_product(prepared))
+    if not operator:
+        return Plan(executor, prepared, reason)
     return Plan(executor, prepared, reason, operator, signature.dtype)
 
 

@@ -192,17 +192,20 @@ def differentiable_gradients(
 def describe_route(library: str, lists_pairs: bool) -> None:
     """Register shapes and gradients of a library's `route` and `route_backward`.
 
+    Those in Triton read the rows of the router's weight in up to three tensors, the last two arguments among them.
+
     Args:
         library: name of the library, such as "moh_vision".
         lists_pairs: the last two outputs of `route` are the list of pairs.
     """
 
     @torch.library.register_fake(f"{library}::route")
-    def _(x, weight, candidates, shared, routed, gate_form, padding):
+    def _(x, weight, candidates, shared, routed, gate_form, padding, second=None, third=None):
         B, N, _ = x.shape
         H = shared + candidates
         weights = x.new_empty((B, N, H), dtype=torch.float32)
-        router_outputs = x.new_empty((B, N, weight.shape[0]), dtype=torch.float32)
+        rows = sum(part.shape[0] for part in parts_of_weight(weight, second, third))
+        router_outputs = x.new_empty((B, N, rows), dtype=torch.float32)
         probs = x.new_empty((B, N, candidates), dtype=torch.float32)
         counts = x.new_empty((B, H), dtype=torch.float32)
         active = x.new_empty((B, N, H), dtype=torch.bool)
@@ -214,11 +217,12 @@ def describe_route(library: str, lists_pairs: bool) -> None:
 
     @torch.library.register_fake(f"{library}::route_backward")
     def _(dweights, dprobs, drouter_outputs, router_outputs, x, weight, *settings):
-        return x.new_empty(x.shape), weight.new_empty(weight.shape)
+        return x.new_empty(x.shape), weight.new_empty(router_outputs.shape[2], weight.shape[1])
 
-    def oracle(x, weight, candidates, shared, routed, gate_form, padding):
-        router_outputs = eager.gate_logits(x, weight)
-        balanced = eager.is_balanced(weight, candidates, shared)
+    def oracle(x, weight, candidates, shared, routed, gate_form, padding, second=None, third=None):
+        joint = torch.cat(parts_of_weight(weight, second, third))
+        router_outputs = eager.gate_logits(x, joint)
+        balanced = eager.is_balanced(joint, candidates, shared)
         routing = eager.choose(
             router_outputs, candidates, shared, routed, gate_form, balanced, padding
         )
@@ -228,12 +232,43 @@ def describe_route(library: str, lists_pairs: bool) -> None:
         dweights, _, drouter_outputs, dprobs = grads[:4]
         (router_outputs,) = outputs
         grads = (dweights, dprobs, drouter_outputs)
-        return call(f"{library}::route_backward", *grads, router_outputs, *inputs)
+        dx, dweight = call(f"{library}::route_backward", *grads, router_outputs, *inputs)
+        if lists_pairs:
+            return dx, dweight
+        first, second, third = gradients_of_parts(dweight, inputs[1], *inputs[-2:])
+        return dx, first, *[None] * 5, second, third
 
     constant = [1, 4]  # active and counts
     if lists_pairs:
         constant += [5, 6]
     differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=tuple(constant))
+
+
+def parts_of_weight(weight: Tensor, second: Tensor | None, third: Tensor | None) -> list[Tensor]:
+    """Return the tensors that have the rows of a router's weight, in order; see `kernels.route.LinearRouter`."""
+    if second is None:
+        return [weight]
+    if third is None:
+        return [weight, second]
+    return [weight, second, third]
+
+
+def gradients_of_parts(
+    dweight: Tensor, weight: Tensor, second: Tensor | None, third: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of three tensors that have the rows of a router's weight, None where there is no tensor.
+
+    Args:
+        dweight: gradient of all rows [R, C].
+        weight, second, third: the tensors.
+    """
+    if second is None:
+        return dweight, None, None
+    rows = [part.shape[0] for part in parts_of_weight(weight, second, third)]
+    parts = torch.split_with_sizes(dweight, rows)
+    if third is None:
+        return *parts, None
+    return parts
 
 
 def describe_attend(library: str) -> None:

@@ -13,7 +13,7 @@ import torch.fx
 from torch import Tensor
 
 from moh_vision.attention.kernels.build import path, works
-from moh_vision.attention.kernels.contract import DTYPES, run
+from moh_vision.attention.kernels.contract import DTYPES, parts_of_weight, run
 from moh_vision.attention.kernels.eager import choose, gate_logits
 from moh_vision.attention.linear import cast, cast_bias, is_traced
 from moh_vision.attention.routing import Pairs, Routing, RoutingForm, RoutingStats
@@ -32,13 +32,15 @@ class LinearRouter(NamedTuple):
 
     Fields:
         weight: weight of the router [R, C]. Its rows are for the E candidates, then for the shared heads if there are at
-            least two, then, if `balanced`, two rows whose softmax weighs the groups of shared and of routed heads.
+            least two, then, if `balanced`, two rows whose softmax weighs the groups of shared and of routed heads. `second`
+            and `third` may have the last rows.
         candidates: E.
         shared: number of shared heads. They come first in the order of heads; the candidates follow.
         routed: number of candidates that run for a token.
         gate_form: "released" or "paper": the gates of Jin 2024, whose equations MoHRouter has. "renormalised": those of
             Zhang 2022, a probability over the detached sum of the chosen probabilities; only without shared heads.
         balanced: whether the weight has the two rows that balance shared and routed heads.
+        second, third: further rows of the weight, which Triton's kernels read where they lie; or None.
     """
 
     weight: Tensor
@@ -47,12 +49,36 @@ class LinearRouter(NamedTuple):
     routed: int
     gate_form: str
     balanced: bool = False
+    second: Tensor | None = None
+    third: Tensor | None = None
+
+    def parts(self) -> list[Tensor]:
+        """Return the tensors that have the rows of the weight, in order."""
+        return parts_of_weight(self.weight, self.second, self.third)
+
+    def joint_weight(self) -> Tensor:
+        """Return the weight with all of its rows [R, C]."""
+        parts = self.parts()
+        if len(parts) == 1:
+            return self.weight
+        return torch.cat(parts)
+
+    def dtype_in_triton(self) -> torch.dtype | None:
+        """Return the dtype of the weight; None: Triton's kernels cannot read it, for it has too many rows or two dtypes."""
+        dtype = self.weight.dtype
+        rows = self.weight.shape[0]
+        for further in (self.second, self.third):
+            if further is not None:
+                if further.dtype != dtype:
+                    return None
+                rows += further.shape[0]
+        if rows > MOST_ROWS or dtype not in DTYPES:
+            return None
+        return dtype
 
     def form(self) -> RoutingForm:
         """Return the form of the Routing that Triton's operators make: they do not list the pairs."""
-        linear = None
-        if self.weight.shape[0] <= MOST_ROWS:
-            linear = self.weight.dtype
+        linear = self.dtype_in_triton()
         return RoutingForm("token", self.shared + self.routed, False, False, linear)
 
 
@@ -68,11 +94,18 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
         The Routing, in float32 or wider. The operators write gates below 1e-30 as 0, because products with denormal
         numbers are slow. The C++ operator also lists the pairs. On a GPU the executor that reads the list makes it.
     """
-    operator = _operator(x, router.weight)
-    if operator is None:
-        logits = gate_logits(x, router.weight)
-        return choose(logits, *router[1:], padding_mask)
-    return _routing(router, run(operator, x, *router[:5], padding_mask))
+    route_path = "torch"
+    if x.dtype in DTYPES and not is_traced(x):
+        route_path = path(x.device.type)
+    if route_path == "triton":
+        dtype = router.dtype_in_triton()
+        if dtype is not None and works("route", x.device, x.dtype, dtype):
+            inputs = (x, *router[:5], padding_mask, router.second, router.third)
+            return _routing(router, run("moh_vision_triton::route", *inputs))
+    weight = router.joint_weight()
+    if route_path == "cpp" and weight.dtype in DTYPES:
+        return _routing(router, run("moh_vision::route", x, weight, *router[1:5], padding_mask))
+    return choose(gate_logits(x, weight), *router[1:6], padding_mask)
 
 
 class ProductAttention(NamedTuple):
@@ -117,6 +150,7 @@ def project_and_route(
     if attention is not None:
         name = ROUTE_AND_ATTEND
         inputs = (*inputs, *attention)
+    inputs = (*inputs, router.second, router.third)
     result, *outputs = run(name, *inputs)
     return _routing(router, outputs[:5]), result
 
@@ -131,23 +165,3 @@ def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
     if listed:
         pairs = Pairs(*listed)
     return Routing(weights, active, stats, count, pairs)
-
-
-def _operator(x: Tensor, weight: Tensor) -> str | None:
-    """Return the name of the operator that routes x, or None if there is none."""
-    route_path = _path(x, weight)
-    if route_path == "cpp":
-        return "moh_vision::route"
-    if route_path == "triton" and works("route", x.device, x.dtype, weight.dtype):
-        return "moh_vision_triton::route"
-    return None
-
-
-def _path(x: Tensor, weight: Tensor) -> str:
-    """Return the path whose operator routes x: "cpp", "triton", or "torch" if there is no operator."""
-    if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
-        return "torch"
-    route_path = path(x.device.type)
-    if route_path == "triton" and weight.shape[0] > MOST_ROWS:
-        return "torch"
-    return route_path

@@ -98,14 +98,11 @@ class MoHRouter(TopKRouter):
             if weight is None:
                 return None
             weights.append(weight)
-        # One weight [E + h_s + 2, C] for one product, because all of them read the same tokens.
         if not weights:
-            weight = x.new_zeros((0, x.shape[-1]))
-        elif len(weights) == 1:
-            weight = weights[0]
-        else:
-            weight = torch.cat(weights)
-        return LinearRouter(weight, *self.settings)
+            weights.append(x.new_zeros((0, x.shape[-1])))
+        # All of them read the same tokens: together they are one weight [E + h_s + 2, C], of one product.
+        first, *more = weights
+        return LinearRouter(first, *self.settings, *more)
 
     def init_text_weights(self) -> None:
         """Draw the weights as the released language models do."""

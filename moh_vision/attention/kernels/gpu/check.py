@@ -181,7 +181,7 @@ def _route(device: torch.device, x_dtype: torch.dtype, weight_dtype: torch.dtype
         x, weight, settings, padding = _router(gate_form)
         x = x.to(device, x_dtype)
         weight = weight.to(device, weight_dtype)
-        router = *settings, _on(device, padding)
+        router = *settings, _on(device, padding), None, None
         routed = OPS.route(x, weight, *router)
         rows = routed[2]
         leaves = [_exact_leaf(x), _exact_leaf(weight)]
@@ -214,7 +214,7 @@ def _project_and_route(
         given = x, eighths((width, C)) / 8, eighths((width,))
         given = [t.to(device, dtype) for t in given]
         given.append(router_weight.to(device, weight_dtype))
-        router = *settings, _on(device, padding)
+        router = *settings, _on(device, padding), None, None
         product, *routed = OPS.project_and_route(x.to(device, exact_dtype), *given, *router)
         rows = routed[2]
         leaves = [_exact_leaf(t) for t in given]

@@ -19,6 +19,8 @@ from moh_vision.attention.kernels.contract import (
     describe_attend,
     describe_route,
     differentiate,
+    gradients_of_parts,
+    parts_of_weight,
 )
 from moh_vision.attention.kernels.gpu import attend as attend_forward
 from moh_vision.attention.kernels.gpu import (
@@ -209,14 +211,15 @@ def _fake_pairs(active, count):
 
 
 _ROUTER = "int candidates, int shared, int routed, str gate_form, Tensor? padding"
+_FURTHER = "Tensor? second, Tensor? third"  # rows of the router's weight
 define(
-    f"route(Tensor x, Tensor weight, {_ROUTER}) -> "
+    f"route(Tensor x, Tensor weight, {_ROUTER}, {_FURTHER}) -> "
     "(Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts)",
     route.forward,
 )
 define(
     "route_backward(Tensor? dweights, Tensor? dprobs, Tensor? drows, Tensor rows, Tensor x, Tensor weight, "
-    f"{_ROUTER}) -> (Tensor dx, Tensor dweight)",
+    f"{_ROUTER}, {_FURTHER}) -> (Tensor dx, Tensor dweight)",
     route.backward,
 )
 define("pairs(Tensor active, int? count) -> (Tensor token, Tensor offsets)", pairs, _fake_pairs)
@@ -231,8 +234,11 @@ def _fake_project_and_route(exact, x, weight, bias, router_weight, *router):
     return x.new_empty(*x.shape[:2], weight.shape[0]), *routed
 
 
-def _fake_gradients(x, weight, bias, router_weight):
-    """Return the gradients of these inputs of `project_and_route`, without values."""
+def _fake_gradients(x, weight, bias, router_weight, rows):
+    """Return the gradients of these inputs of `project_and_route`, without values.
+
+    rows: outputs of the router's linear layer.
+    """
     dbias = weight.new_empty(0)
     if bias is not None:
         dbias = weight.new_empty(bias.shape)
@@ -240,14 +246,14 @@ def _fake_gradients(x, weight, bias, router_weight):
         torch.empty_like(x, memory_format=torch.contiguous_format),
         torch.empty_like(weight),
         dbias,
-        torch.empty_like(router_weight),
+        router_weight.new_empty(rows.shape[2], router_weight.shape[1]),
     )
 
 
 def _fake_project_and_route_backward(
     dproduct, dweights, dprobs, drows, rows, x, weight, bias, router_weight, *router
 ):
-    return _fake_gradients(x, weight, bias, router_weight)
+    return _fake_gradients(x, weight, bias, router_weight, rows)
 
 
 def _project_and_route_gradients(grads, inputs, outputs):
@@ -259,10 +265,19 @@ def _project_and_route_gradients(grads, inputs, outputs):
     dx, dweight, dbias, drouter = call(
         f"{NAME}::project_and_route_backward", *grads, router_outputs, *remaining
     )
-    bias = inputs[3]
+    return None, dx, dweight, *_of_bias_and_router(dbias, drouter, inputs)
+
+
+def _of_bias_and_router(dbias, drouter, inputs):
+    """Return the gradients of the bias and of all inputs after it, of an operator that begins with a projection.
+
+    drouter: gradient of all rows of the router's weight.
+    """
+    _exact, _, _, bias, router_weight, *others, second, third = inputs
     if bias is None:
         dbias = None
-    return None, dx, dweight, dbias, drouter
+    first, *further = gradients_of_parts(drouter, router_weight, second, third)
+    return dbias, first, *[None] * len(others), *further
 
 
 def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *router):
@@ -273,10 +288,11 @@ def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *
     """
     (saved,) = outputs
     # The values are the saved outputs, the gradient is that of the outputs for x.
-    rounded = eager.gate_logits(x, router_weight)
+    candidates, shared, routed, gate_form, padding, *further = router
+    joint = torch.cat(parts_of_weight(router_weight, *further))
+    rounded = eager.gate_logits(x, joint)
     exact = rounded + (saved - rounded).detach()
-    candidates, shared, routed, gate_form, padding = router
-    balanced = eager.is_balanced(router_weight, candidates, shared)
+    balanced = eager.is_balanced(joint, candidates, shared)
     routing = eager.choose(exact, candidates, shared, routed, gate_form, balanced, padding)
     product = F.linear(x, weight, bias)
     return product, routing.weights, routing.active, exact, routing.stats.probs
@@ -284,14 +300,14 @@ def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *
 
 _PROJECTION = f"Tensor x, Tensor weight, Tensor? bias, Tensor router_weight, {_ROUTER}"
 define(
-    f"project_and_route(Tensor exact, {_PROJECTION}) -> (Tensor product, "
+    f"project_and_route(Tensor exact, {_PROJECTION}, {_FURTHER}) -> (Tensor product, "
     "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts)",
     project_route.forward,
     _fake_project_and_route,
 )
 define(
     "project_and_route_backward(Tensor? dproduct, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
-    f"Tensor rows, {_PROJECTION}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor rows, {_PROJECTION}, {_FURTHER}) -> (Tensor, Tensor, Tensor, Tensor)",
     project_route.backward,
     _fake_project_and_route_backward,
 )
@@ -310,8 +326,10 @@ differentiate(
 
 
 def _fake_route_and_attend(exact, x, weight, bias, router_weight, *settings):
-    *router, kv_heads, _, _ = settings
-    product, *routed = _fake_project_and_route(exact, x, weight, bias, router_weight, *router)
+    *router, kv_heads, _, _, second, third = settings
+    product, *routed = _fake_project_and_route(
+        exact, x, weight, bias, router_weight, *router, second, third
+    )
     B, N, _ = x.shape
     _, active, *_ = routed
     H = active.shape[2]
@@ -324,7 +342,8 @@ def _fake_route_and_attend(exact, x, weight, bias, router_weight, *settings):
 def _fake_route_and_attend_backward(
     do, dweights, dprobs, drows, saved, x, weight, bias, router_weight, *settings
 ):
-    return _fake_gradients(x, weight, bias, router_weight)
+    _, _, rows, *_ = saved
+    return _fake_gradients(x, weight, bias, router_weight, rows)
 
 
 def _route_and_attend_gradients(grads, inputs, outputs):
@@ -335,17 +354,16 @@ def _route_and_attend_gradients(grads, inputs, outputs):
     dx, dweight, dbias, drouter = call(
         f"{NAME}::route_and_attend_backward", *grads, outputs, *remaining
     )
-    bias = inputs[3]
-    if bias is None:
-        dbias = None
-    return None, dx, dweight, dbias, drouter
+    return None, dx, dweight, *_of_bias_and_router(dbias, drouter, inputs)
 
 
 def _route_and_attend_oracle(outputs, *inputs):
     """Project, route and attend in PyTorch, with the router's outputs and the pairs that the operator saved."""
     _, _, rows, _, _, token, offsets = outputs
-    *of_router, kv_heads, is_causal, mask = inputs
-    product, weights, active, exact, probs = _project_and_route_oracle([rows], *of_router)
+    *of_router, kv_heads, is_causal, mask, second, third = inputs
+    product, weights, active, exact, probs = _project_and_route_oracle(
+        [rows], *of_router, second, third
+    )
     heads = active.shape[2]
     lists = (token, offsets, is_causal, mask)
     (o,) = attend_product_oracle(product, heads, kv_heads, weights, *lists)
@@ -354,7 +372,7 @@ def _route_and_attend_oracle(outputs, *inputs):
 
 _ATTENDED = "int kv_heads, bool is_causal, Tensor? mask"
 define(
-    f"route_and_attend(Tensor exact, {_PROJECTION}, {_ATTENDED}) -> (Tensor o, "
+    f"route_and_attend(Tensor exact, {_PROJECTION}, {_ATTENDED}, {_FURTHER}) -> (Tensor o, "
     "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
     "Tensor product, Tensor lse, Tensor token, Tensor offsets)",
     route_attend.forward,
@@ -362,7 +380,7 @@ define(
 )
 define(
     "route_and_attend_backward(Tensor? do, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
-    f"Tensor[] saved, {_PROJECTION}, {_ATTENDED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor[] saved, {_PROJECTION}, {_ATTENDED}, {_FURTHER}) -> (Tensor, Tensor, Tensor, Tensor)",
     route_attend.backward,
     _fake_route_and_attend_backward,
 )

@@ -24,6 +24,8 @@ def forward(
     routed: int,
     gate_form: str,
     padding: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Project and route.
 
@@ -31,15 +33,15 @@ def forward(
         exact: tokens in their original dtype [B, N, C], for the router.
         x: the same tokens in the dtype of the product.
         weight, bias: weight [O, C] and bias [O] (or None) of the product, in the dtype of x.
-        router_weight: weight of the router [R, C].
-        candidates, shared, routed, gate_form, padding: see `route.forward`.
+        router_weight: weight of the router [R, C], or its first rows.
+        candidates, shared, routed, gate_form, padding, second, third: see `route.forward`.
 
     Returns:
         The product [B, N, O], and what `route.forward` returns.
     """
     with without_autocast(x):
         product = F.linear(x, weight, bias)
-    router = (candidates, shared, routed, gate_form, padding)
+    router = (candidates, shared, routed, gate_form, padding, second, third)
     routed_heads = route.forward(exact, router_weight, *router)
     return product, *routed_heads
 
@@ -59,17 +61,19 @@ def backward(
     routed: int,
     gate_form: str,
     padding: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the router's weight.
+    """Return the gradients of x, weight, bias and all rows of the router's weight.
 
     If the bias is None, its gradient is an empty tensor.
 
     Args:
         dproduct, dweights, dprobs, drows: gradients of the outputs of `forward` with these names, or None.
         rows: output of `forward`.
-        x, weight, ..., padding: see `forward`.
+        x, weight, ..., third: see `forward`.
     """
-    router = (candidates, shared, routed, gate_form, padding)
+    router = (candidates, shared, routed, gate_form, padding, second, third)
     dx, drouter = route.backward(dweights, dprobs, drows, rows, x, router_weight, *router)
     dbias = weight.new_empty(0)
     if dproduct is None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.contract import DTYPES
+from moh_vision.attention.kernels.contract import DTYPES, parts_of_weight
 from moh_vision.attention.kernels.gpu.blocks import (
     cdiv,
     contiguous_rows,
@@ -41,16 +41,21 @@ class Router(NamedTuple):
     RENORMALISED: bool  # the gate form is "renormalised"
     BALANCED: bool
     ROWS: int
+    SECOND: int  # the first row in the second tensor of the weight; 0: there is none
+    THIRD: int  # the first row in the third tensor of the weight; 0: there is none
 
 
 @functools.lru_cache
-def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: int) -> Router:
+def router_of(
+    candidates: int, shared: int, routed: int, gate_form: str, *rows_of_parts: int
+) -> Router:
     """Return the compile-time constants of a router; raise ValueError if no router has these numbers.
 
     Args:
         candidates, shared, routed, gate_form: see `kernels.route.LinearRouter`.
-        rows: number of rows of the router's weight.
+        *rows_of_parts: numbers of rows of the tensors, up to three, that make up the router's weight.
     """
+    rows = sum(rows_of_parts)
     if gate_form not in GATE_FORMS:
         raise ValueError(f"route: no kind {gate_form!r}")
     exists = (
@@ -71,6 +76,11 @@ def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: i
         raise ValueError(
             f"route: a weight of {rows} rows for {candidates} candidates and {shared} shared heads"
         )
+    second_row = third_row = 0
+    if len(rows_of_parts) > 1:
+        second_row = rows_of_parts[0]
+    if len(rows_of_parts) > 2:
+        third_row = sum(rows_of_parts[:2])
     return Router(
         candidates,
         shared,
@@ -78,6 +88,8 @@ def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: i
         RENORMALISED=gate_form == "renormalised",
         BALANCED=balanced,
         ROWS=rows,
+        SECOND=second_row,
+        THIRD=third_row,
     )
 
 
@@ -180,12 +192,31 @@ def _gates(logits, routed, router: tl.constexpr):
     return probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum
 
 
+@triton.jit
+def _weight_rows(weight, second, third, column, C, router: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to the rows `column` of the router's weight, whose rows lie in up to three contiguous tensors.
+
+    ALIGNED: each row begins at a multiple of 16 bytes. Triton cannot see it where there are two tensors, and would load one
+    element at a time.
+    """
+    row = column.to(tl.int64)
+    rows = weight + row * C
+    if router.SECOND > 0:
+        rows = tl.where(column < router.SECOND, rows, second + (row - router.SECOND) * C)
+    if router.THIRD > 0:
+        rows = tl.where(column < router.THIRD, rows, third + (row - router.THIRD) * C)
+    if ALIGNED:
+        rows = tl.multiple_of(rows, 16)
+    return rows
+
+
 # Kernels are not specialised to the numbers of tokens and of routed heads, so that a new batch size or budget compiles
 # nothing.
 @triton.jit(do_not_specialize=["B", "N", "routed"])
 def _route_kernel(
-    x, weight, padding, weights, active, rows, probs, counts, B, N, C, x_by, weight_row, routed,
+    x, weight, second, third, padding, weights, active, rows, probs, counts, B, N, C, x_by, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A program routes BLOCK_N tokens of one sequence and adds their number of runs of each head to counts [B, H].
 
@@ -204,7 +235,7 @@ def _route_kernel(
     logits = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     if router.ROWS > 0:
         x_rows = x + sequence.to(tl.int64) * x_by[0] + n.to(tl.int64)[:, None] * x_by[1]
-        weight_columns = weight + column.to(tl.int64)[None, :] * weight_row
+        weight_columns = _weight_rows(weight, second, third, column, C, router, ALIGNED)[None, :]
         for start in range(0, C, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
             x_tile = tl.load(
@@ -271,8 +302,9 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["T", "routed"])
 def _route_backward_kernel(
-    dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, dprobs_row, routed,
+    dweights, dprobs, drows, rows, padding, weight, second, third, dlogits, dx, T, C, dprobs_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A program computes the gradients of BLOCK_N tokens and of their logits; it computes their gates again from `rows`."""
     HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
@@ -352,7 +384,7 @@ def _route_backward_kernel(
         grad += tl.where(candidate, probs * (dprob - mean[:, None]), 0.0)
     tl.store(dlogits + row, grad, mask=in_rows)
 
-    weight_rows = weight + column.to(tl.int64)[:, None] * weight_row
+    weight_rows = _weight_rows(weight, second, third, column, C, router, ALIGNED)[:, None]
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         w_tile = tl.load(
@@ -398,15 +430,38 @@ def _weight_gradient_kernel(
 # ---- the operators
 
 
-def check(x: Tensor, weight: Tensor, padding: Tensor | None) -> None:
-    """Raise ValueError for tensors that the kernels cannot read."""
-    for dtype in (x.dtype, weight.dtype):
-        if dtype not in DTYPES:
-            raise ValueError(f"route: float32, bfloat16 or float16, not {dtype}")
-    if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] != x.shape[2]:
-        raise ValueError(f"route: x {list(x.shape)}, weight {list(weight.shape)}")
+def check(x: Tensor, parts: list[Tensor], padding: Tensor | None) -> None:
+    """Raise ValueError for tensors that the kernels cannot read; `parts` are those of the router's weight."""
+    dtype = parts[0].dtype
+    for given in (x.dtype, dtype):
+        if given not in DTYPES:
+            raise ValueError(f"route: float32, bfloat16 or float16, not {given}")
+    width = x.shape[-1]
+    for part in parts:
+        if x.dim() != 3 or part.dim() != 2 or part.shape[1] != width:
+            raise ValueError(f"route: x {list(x.shape)}, weight {list(part.shape)}")
+        if part.dtype != dtype:
+            raise ValueError(f"route: weights of two dtypes, {dtype} and {part.dtype}")
     if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
         raise ValueError("route: padding must be bool [B, N]")
+
+
+def rows_of(parts: list[Tensor]) -> list[int]:
+    """Return the numbers of rows of the tensors that make up the router's weight."""
+    return [part.shape[0] for part in parts]  # len(part) takes several times as long
+
+
+def for_kernels(parts: list[Tensor]) -> tuple[list[Tensor | None], bool]:
+    """Prepare the tensors that have the rows of the router's weight.
+
+    Returns:
+        The three tensors that kernels read, None for those that do not exist, and ALIGNED of `_weight_rows`.
+    """
+    contiguous: list[Tensor | None] = [part.contiguous() for part in parts]
+    aligned = parts[0].shape[1] * parts[0].itemsize % 16 == 0
+    for part in contiguous:
+        aligned = aligned and part.data_ptr() % 16 == 0
+    return contiguous + [None] * (3 - len(parts)), aligned
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
@@ -424,20 +479,23 @@ def forward(
     routed: int,
     gate_form: str,
     padding: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Route tokens.
 
     Args:
         x: tokens [B, N, C].
-        weight, candidates, shared, routed, gate_form: see `kernels.route.LinearRouter`.
+        weight, candidates, shared, routed, gate_form, second, third: see `kernels.route.LinearRouter`.
         padding: bool [B, N], True at padding, where probs are 0 and which counts leave out; or None.
 
     Returns:
         weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (outputs of the router's linear layer, the logits),
         probs [B, N, E], counts [B, H].
     """
-    check(x, weight, padding)
-    router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
+    parts = parts_of_weight(weight, second, third)
+    check(x, parts, padding)
+    router = router_of(candidates, shared, routed, gate_form, *rows_of(parts))
     B, N, C = x.shape
     H = shared + candidates
     weights = x.new_empty((B, N, H), dtype=torch.float32)
@@ -449,7 +507,6 @@ def forward(
         return weights, active, rows, probs, counts
 
     x = contiguous_rows(x)
-    weight = contiguous_rows(weight)
     block, columns, warps = tile(max(router.ROWS, H))
     channels = 32
     if x.dtype == weight.dtype != torch.float32:  # 16 bits
@@ -461,10 +518,21 @@ def forward(
     # Triton's interpreter would multiply the bits of bfloat16 as integers.
     widen = x.dtype != weight.dtype or not x.is_cuda
     outputs = (weights, active.view(torch.uint8), rows, probs, counts)
-    strides = (x.stride()[:2], weight.stride(0))
+    weights_of_router, aligned = for_kernels(parts)
     tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, WIDEN=widen, num_warps=warps)
     _route_kernel[(B * cdiv(N, block),)](
-        x, weight, as_bytes(padding), *outputs, B, N, C, *strides, routed, router=router, **tiles
+        x,
+        *weights_of_router,
+        as_bytes(padding),
+        *outputs,
+        B,
+        N,
+        C,
+        x.stride()[:2],
+        routed,
+        router=router,
+        ALIGNED=aligned,
+        **tiles,
     )
     return weights, active, rows, probs, counts
 
@@ -481,20 +549,23 @@ def backward(
     routed: int,
     gate_form: str,
     padding: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight.
+    """Return the gradients of x and of all rows of the router's weight [R, C].
 
     Args:
         dweights, dprobs, drows: gradients of the outputs of `forward` with these names, or None.
         rows: output of `forward`.
-        x, weight, ..., padding: see `forward`.
+        x, weight, ..., third: see `forward`.
     """
-    check(x, weight, padding)
-    router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
+    parts = parts_of_weight(weight, second, third)
+    check(x, parts, padding)
+    router = router_of(candidates, shared, routed, gate_form, *rows_of(parts))
     C = x.shape[2]
     T = x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
-        return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
+        return x.new_zeros(x.shape), weight.new_zeros(router.ROWS, C)
     dprobs_row = candidates
     if dprobs is not None and dprobs.stride() == (0, 0, 1):
         dprobs_row = (
@@ -504,7 +575,6 @@ def backward(
         dprobs = float_rows(dprobs)
     dweights = float_rows(dweights)
     drows = float_rows(drows)
-    weight = contiguous_rows(weight)
     precision = "ieee"
     # For 16-bit tokens tf32 costs nothing: it rounds less than the dtype of their gradients.
     if x.dtype != torch.float32 or uses_tf32():
@@ -515,7 +585,8 @@ def backward(
         channels = 32
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    inputs = (dweights, dprobs, drows, rows.contiguous(), as_bytes(padding), weight)
+    weights_of_router, aligned = for_kernels(parts)
+    inputs = (dweights, dprobs, drows, rows.contiguous(), as_bytes(padding), *weights_of_router)
     tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
     _route_backward_kernel[(cdiv(T, block),)](
         *inputs,
@@ -523,11 +594,11 @@ def backward(
         dx,
         T,
         C,
-        weight.stride(0),
         dprobs_row,
         routed,
         router=router,
         PRECISION=precision,
+        ALIGNED=aligned,
         **tiles,
     )
     return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)

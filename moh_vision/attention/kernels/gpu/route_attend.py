@@ -26,18 +26,20 @@ def forward(
     kv_heads: int,
     is_causal: bool,
     mask: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Project, route and attend.
 
     Args:
-        exact, ..., padding: see `project_route.forward`; the product is queries, keys and values.
+        exact, ..., padding, second, third: see `project_route.forward`; the product is queries, keys and values.
         kv_heads, is_causal, mask: see `library.attend_product`.
 
     Returns:
         The weighted outputs of the heads [B, N, H*D], what `route.forward` returns, and for backward the product, lse (see
         `attend.forward`), and the list of pairs.
     """
-    router = (candidates, shared, routed, gate_form, padding)
+    router = (candidates, shared, routed, gate_form, padding, second, third)
     product, *routed_heads = project_route.forward(exact, x, weight, bias, router_weight, *router)
     weights, active, *_ = routed_heads
     lists = pairs(active, shared + routed)
@@ -64,15 +66,17 @@ def backward(
     kv_heads: int,
     is_causal: bool,
     mask: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the router's weight.
+    """Return the gradients of x, weight, bias and all rows of the router's weight.
 
     If the bias is None, its gradient is an empty tensor.
 
     Args:
         do, dweights, dprobs, drows: gradients of the outputs of `forward` with these names, or None.
         saved: o, weights, rows, product, lse, token and offsets, outputs of `forward`.
-        x, ..., mask: see `forward`.
+        x, ..., third: see `forward`.
     """
     o, weights, rows, product, lse, token, offsets = saved
     dproduct = None
@@ -85,7 +89,7 @@ def backward(
         )
         if dweights is not None:
             dgates = dgates + dweights
-    router = (candidates, shared, routed, gate_form, padding)
+    router = (candidates, shared, routed, gate_form, padding, second, third)
     return project_route.backward(
         dproduct, dgates, dprobs, drows, rows, x, weight, bias, router_weight, *router
     )
