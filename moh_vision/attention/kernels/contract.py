@@ -98,6 +98,7 @@ def differentiate(
     constant: tuple[int, ...] = (),
     dropped: tuple[int, ...] = (),
     reads_outputs: bool = False,
+    returned: int | None = None,
 ) -> None:
     """Register the gradient of an operator.
 
@@ -111,27 +112,45 @@ def differentiate(
         constant: indices of the outputs that have no gradient.
         dropped: indices of the inputs that are not saved for `backward`, which gets None for them; they have no gradient.
         reads_outputs: the first argument of the oracle is the list of kept outputs; the inputs follow.
+        returned: how many of the outputs, in eager mode, the caller of `run` gets where gradients are recorded: the others
+            are for backward alone. None: all.
     """
+    without_gradient = frozenset(constant)
+    constant_in_eager = constant
+    if returned is not None:
+        constant_in_eager = tuple(i for i in constant if i < returned)
 
-    def keep(ctx, inputs, output):
+    def keep(ctx, inputs, output, constant=constant):
         outputs = output
         if not isinstance(output, tuple):
             outputs = (output,)
         ctx.mark_non_differentiable(*(outputs[i] for i in constant))
         ctx.set_materialize_grads(False)
-        inputs = [None if i in dropped else value for i, value in enumerate(inputs)]
-        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
-        ctx.values = [value for value in inputs if not isinstance(value, Tensor)]
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        # Detached here: autograd would detach an output that has a gradient twice, when it is saved and when it is read.
-        outputs = [outputs[i] if i in constant else outputs[i].detach() for i in kept]
-        ctx.save_for_backward(*tensors, *outputs)
+        values = list(inputs)  # with None in place of tensors
+        saved = []
+        indices = []  # of these tensors
+        for i, value in enumerate(inputs):
+            if isinstance(value, Tensor):
+                values[i] = None
+                if i not in dropped:
+                    indices.append(i)
+                    saved.append(value)
+        for i in kept:
+            value = outputs[i]
+            # Detached here: autograd would detach an output that has a gradient twice, when it is saved and when it is read.
+            saved.append(value if i in without_gradient else value.detach())
+        ctx.values = values
+        ctx.indices = indices
+        ctx.save_for_backward(*saved)
 
     def gradients(ctx, *grads):
-        saved = iter(ctx.saved_tensors)
-        values = iter(ctx.values)
-        inputs = [next(saved) if is_tensor else next(values) for is_tensor in ctx.is_tensor]
-        outputs = list(saved)  # the kept outputs, which were saved after the inputs
+        saved = ctx.saved_tensors
+        inputs = list(ctx.values)
+        for i, value in zip(ctx.indices, saved):
+            inputs[i] = value
+        outputs = list(
+            saved[len(ctx.indices) :]
+        )  # the kept outputs, which were saved after the inputs
         if torch.is_grad_enabled():
             function = oracle
             if reads_outputs:
@@ -147,7 +166,9 @@ def differentiate(
         def forward(ctx, *inputs):
             with torch._C._AutoDispatchBelowAutograd():
                 output = call(name, *inputs)
-            keep(ctx, inputs, output)
+            keep(ctx, inputs, output, constant_in_eager)
+            if returned is not None:
+                return output[:returned]
             return output
 
         backward = staticmethod(gradients)

@@ -31,6 +31,7 @@ from moh_vision.attention.kernels.gpu.blocks import (
     row_of,
     uses_tf32,
 )
+from moh_vision.attention.kernels.gpu.launch import launch
 from moh_vision.attention.kernels.gpu.rows import (
     BOOL_MASK,
     FLOAT_MASK,
@@ -216,14 +217,12 @@ def attend(
     given, mask = Given.of(layout, weights, mask, is_causal)
     o = q.new_empty((layout.B, layout.N, layout.H * layout.D))
     lse = q.new_empty(token.shape, dtype=torch.float32)
-    launch = find_launch("forward", layout, given, uses_tf32())
-    if launch.programs:
-        tiles = key_tiles(launch.spec, layout, k, v)
-        tensors = (q, k, v, weights, mask, token, offsets, o, lse)
-        strides = (*launch.rows_by, given.gates_by, given.mask_by)
-        forward_kernel[(launch.programs,)](
-            *tensors, *tiles, *strides, *layout.sizes, spec=launch.spec, **launch.options
-        )
+    plan = find_launch("forward", layout, given, layout.multiplies_in_tf32())
+    if plan.programs:
+        tiles = key_tiles(plan.spec, layout, k, v)
+        tensors = (q, k, v, weights, mask, token, offsets, o, lse, *tiles)
+        numbers = (*plan.rows_by, given.gates_by, given.mask_by, *layout.sizes)
+        launch(forward_kernel, plan.programs, tensors, numbers, spec=plan.spec, **plan.options)
     return o, lse
 
 
@@ -269,6 +268,10 @@ class Layout(NamedTuple):
         """Return queries [B, N, H * D], keys and values [B, N, G * D] of a product."""
         keys = self.G * self.D
         return torch.split_with_sizes(product, (self.H * self.D, keys, keys), 2)
+
+    def multiplies_in_tf32(self) -> bool:
+        """Return whether PyTorch multiplies such tensors in tf32."""
+        return self.dtype == torch.float32 and uses_tf32()
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, float]:

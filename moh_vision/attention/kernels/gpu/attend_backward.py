@@ -32,7 +32,8 @@ from moh_vision.attention.kernels.gpu.attend import (
     key_tiles,
     unit_of,
 )
-from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows, uses_tf32
+from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows
+from moh_vision.attention.kernels.gpu.launch import launch
 from moh_vision.attention.kernels.gpu.rows import (
     FLOAT_MASK,
     LOG2E,
@@ -428,28 +429,24 @@ def write_gradients(  # noqa: PLR0913
     """
     do = contiguous_rows(do)
     given, mask = Given.of(layout, weights, mask, is_causal)
-    tf32 = uses_tf32()
+    tf32 = layout.multiplies_in_tf32()
     dq_by, dk_by, dv_by = grads.by
     packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, layout, given, grads)
 
-    launch = find_launch("queries", layout, given, tf32, (dq_by,))
-    if launch.programs:
-        _, k_by, v_by = launch.rows_by
-        tiles = key_tiles(launch.spec, layout, k, v)
-        tensors = (k, v, mask, token, offsets, grads.q, grads.gates)
-        strides = (k_by, v_by, given.mask_by, *launch.grads_by)
-        queries_kernel[(launch.programs,)](
-            *packed, *tensors, *tiles, *strides, *layout.sizes, spec=launch.spec, **launch.options
-        )
+    plan = find_launch("queries", layout, given, tf32, (dq_by,))
+    if plan.programs:
+        _, k_by, v_by = plan.rows_by
+        tiles = key_tiles(plan.spec, layout, k, v)
+        tensors = (*packed, k, v, mask, token, offsets, grads.q, grads.gates, *tiles)
+        numbers = (k_by, v_by, given.mask_by, *plan.grads_by, *layout.sizes)
+        launch(queries_kernel, plan.programs, tensors, numbers, spec=plan.spec, **plan.options)
 
-    launch = find_launch("keys", layout, given, tf32, (dk_by, dv_by))
-    if launch.programs:
-        _, k_by, v_by = launch.rows_by
-        tensors = (k, v, mask, token, offsets, grads.k, grads.v)
-        strides = (k_by, v_by, given.mask_by, *launch.grads_by)
-        keys_kernel[(launch.programs,)](
-            *packed, *tensors, *strides, *layout.sizes, spec=launch.spec, **launch.options
-        )
+    plan = find_launch("keys", layout, given, tf32, (dk_by, dv_by))
+    if plan.programs:
+        _, k_by, v_by = plan.rows_by
+        tensors = (*packed, k, v, mask, token, offsets, grads.k, grads.v)
+        numbers = (k_by, v_by, given.mask_by, *plan.grads_by, *layout.sizes)
+        launch(keys_kernel, plan.programs, tensors, numbers, spec=plan.spec, **plan.options)
     if weights is not None and weights.shape[1] == 1:
         return grads.gates.sum(1, keepdim=True)
     return grads.gates
@@ -473,22 +470,18 @@ def pack(
     """
     pairs = token.shape[0]
     spec, q_by, do_by, dq_by = pack_spec(layout, given.gated, do.stride()[:2], grads.by[0])
-    rows = q.new_empty((2, pairs, spec.WIDTH0 + spec.WIDTH1))
-    scalars = lse.new_empty((3, pairs))  # lse2, delta and gates
-    gates = None
-    dgates = None
-    if given.gated:
-        gates = scalars[2]
-        dgates = grads.gates
-    packed = Packed(rows[0], rows[1], gates, scalars[0], scalars[1])
+    packed_q, packed_do = q.new_empty((2, pairs, spec.WIDTH0 + spec.WIDTH1)).unbind()
+    lse2, delta, gates = lse.new_empty((3, pairs)).unbind()
+    dgates = grads.gates
+    if not given.gated:
+        gates = None
+        dgates = None
+    packed = Packed(packed_q, packed_do, gates, lse2, delta)
     programs = cdiv(layout.N, PACKED_PAIRS) * layout.B * layout.H
     if programs:
-        tensors = (q, do, o, weights, lse, token, offsets)
-        strides = (q_by, do_by, given.gates_by, dq_by)
-        sizes = (layout.B, layout.N, layout.H)
-        pack_kernel[(programs,)](
-            *tensors, *packed, grads.q, dgates, *strides, *sizes, spec=spec, num_warps=4
-        )
+        tensors = (q, do, o, weights, lse, token, offsets, *packed, grads.q, dgates)
+        numbers = (q_by, do_by, given.gates_by, dq_by, layout.B, layout.N, layout.H)
+        launch(pack_kernel, programs, tensors, numbers, spec=spec, num_warps=4)
     return packed
 
 

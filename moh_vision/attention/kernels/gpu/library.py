@@ -392,6 +392,7 @@ differentiate(
     constant=(2, 5, 6, 7, 8, 9),
     dropped=(0,),
     reads_outputs=True,
+    returned=6,
 )
 
 

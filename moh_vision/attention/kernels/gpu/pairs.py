@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows
+from moh_vision.attention.kernels.gpu.launch import launch
 from moh_vision.attention.kernels.gpu.route import tile
 
 TOKENS = 128  # most tokens of a block
@@ -101,9 +102,11 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     tokens = max(16, min(TOKENS, LARGEST_TILE // columns))
     blocks = cdiv(N, tokens)
     counts = token.new_empty(H * B * blocks)
-    options = dict(BLOCK_N=tokens, COLUMNS=columns, num_warps=warps)
-    _count_kernel[(B * blocks,)](active, counts, B, N, H, active_by, **options)
+    constants = dict(BLOCK_N=tokens, COLUMNS=columns, num_warps=warps)
+    numbers = (B, N, H, active_by)
+    launch(_count_kernel, B * blocks, (active, counts), numbers, **constants)
     ends = counts.cumsum(0, dtype=torch.int32)
     offsets = token.new_empty(H * B + 1)
-    _list_kernel[(B * blocks,)](active, counts, ends, token, offsets, B, N, H, active_by, **options)
+    lists = (active, counts, ends, token, offsets)
+    launch(_list_kernel, B * blocks, lists, numbers, **constants)
     return token, offsets

@@ -24,6 +24,8 @@ from moh_vision.attention.kernels.gpu.blocks import (
     next_power_of_2,
     uses_tf32,
 )
+from moh_vision.attention.kernels.gpu.launch import launch
+from moh_vision.attention.linear import cast
 
 GATE_FORMS = ("released", "paper", "renormalised")
 SMALLEST_GATE = tl.constexpr(1e-30)  # smaller gates become 0
@@ -302,7 +304,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["T", "routed"])
 def _route_backward_kernel(
-    dweights, dprobs, drows, rows, padding, weight, second, third, dlogits, dx, T, C, dprobs_row, routed,
+    dlogits, dx, dweights, dprobs, drows, rows, padding, weight, second, third, T, C, dprobs_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -519,20 +521,18 @@ def forward(
     widen = x.dtype != weight.dtype or not x.is_cuda
     outputs = (weights, active.view(torch.uint8), rows, probs, counts)
     weights_of_router, aligned = for_kernels(parts)
-    tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, WIDEN=widen, num_warps=warps)
-    _route_kernel[(B * cdiv(N, block),)](
-        x,
-        *weights_of_router,
-        as_bytes(padding),
-        *outputs,
-        B,
-        N,
-        C,
-        x.stride()[:2],
-        routed,
+    launch(
+        _route_kernel,
+        B * cdiv(N, block),
+        (x, *weights_of_router, as_bytes(padding), *outputs),
+        (B, N, C, x.stride()[:2], routed),
         router=router,
+        BLOCK_N=block,
+        BLOCK_C=channels,
+        COLUMNS=columns,
+        WIDEN=widen,
         ALIGNED=aligned,
-        **tiles,
+        num_warps=warps,
     )
     return weights, active, rows, probs, counts
 
@@ -583,25 +583,25 @@ def backward(
     channels = 64
     if columns > 128:
         channels = 32
-    dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dlogits = x.new_empty((T, router.ROWS), dtype=torch.float32)
+    dx = x.new_empty(x.shape)
     weights_of_router, aligned = for_kernels(parts)
-    inputs = (dweights, dprobs, drows, rows.contiguous(), as_bytes(padding), *weights_of_router)
-    tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
-    _route_backward_kernel[(cdiv(T, block),)](
-        *inputs,
-        dlogits,
-        dx,
-        T,
-        C,
-        dprobs_row,
-        routed,
+    grads = (dweights, dprobs, drows)
+    launch(
+        _route_backward_kernel,
+        cdiv(T, block),
+        (dlogits, dx, *grads, rows.contiguous(), as_bytes(padding), *weights_of_router),
+        (T, C, dprobs_row, routed),
         router=router,
+        BLOCK_N=block,
+        BLOCK_C=channels,
+        COLUMNS=columns,
         PRECISION=precision,
         ALIGNED=aligned,
-        **tiles,
+        num_warps=warps,
     )
-    return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)
+    dweight = weight_gradient(dlogits, x.reshape(T, C), precision)
+    return dx, cast(dweight, weight.dtype)
 
 
 def float_rows(grad: Tensor | None) -> Tensor | None:
@@ -629,8 +629,17 @@ def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
     # atomics.
     parts = min(cdiv(T, tokens), max(1, PROGRAMS // cdiv(C, channels)))
     sums = x.new_empty((parts, R, C), dtype=torch.float32)
-    tiles = dict(BLOCK_T=tokens, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
-    _weight_gradient_kernel[(cdiv(C, channels) * parts,)](
-        dlogits, x, sums, T, R, C, x.stride(0), parts, PRECISION=precision, **tiles
+    launch(
+        _weight_gradient_kernel,
+        cdiv(C, channels) * parts,
+        (dlogits, x, sums),
+        (T, R, C, x.stride(0), parts),
+        BLOCK_T=tokens,
+        BLOCK_C=channels,
+        COLUMNS=columns,
+        PRECISION=precision,
+        num_warps=warps,
     )
+    if parts == 1:
+        return sums.squeeze(0)
     return sums.sum(0)

@@ -28,6 +28,7 @@ from moh_vision.attention.kernels.gpu.blocks import (
     precision_of,
     uses_tf32,
 )
+from moh_vision.attention.kernels.gpu.launch import launch
 
 # Arguments that kernels are not specialised to, so that other sizes compile nothing.
 SIZES = ["S", "T"]
@@ -112,7 +113,7 @@ def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Te
         tensors = (active.contiguous().view(torch.uint8), weights.contiguous(), heads, gates, index)
         width = min(next_power_of_2(head_dim), INDICES)
         options = dict(COLUMNS=next_power_of_2(H), WIDTH=width, num_warps=1)
-        _plan_kernel[(S,)](*tensors, H, count, head_dim, **options)
+        launch(_plan_kernel, S, tensors, (H, count, head_dim), **options)
     return heads, gates, index
 
 
@@ -317,7 +318,7 @@ def _multiply_rows(
         sizes = (S, T, C, K, weight.shape[0] // (parts * D))
         strides = (x.stride()[:2], weight.stride(0))
         options = dict(PARTS=parts, D=D, EVEN=C % block.inner == 0, **_options(block, x.dtype))
-        _rows_kernel[(programs,)](*tensors, *sizes, *strides, **options)
+        launch(_rows_kernel, programs, tensors, (*sizes, *strides), **options)
 
 
 def combine(
@@ -346,5 +347,5 @@ def combine(
             gated = D
         options = dict(GATED=gated, UNIT=_unit(D), UNIT_C=_unit(C))
         options.update(EVEN=K * D % block.inner == 0, **_options(block, o.dtype))
-        _columns_kernel[(programs,)](*tensors, S, T, C, K * D, weight.stride(0), **options)
+        launch(_columns_kernel, programs, tensors, (S, T, C, K * D, weight.stride(0)), **options)
     return y

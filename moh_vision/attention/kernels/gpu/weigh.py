@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2
+from moh_vision.attention.kernels.gpu.launch import launch
 
 TOKENS = 64  # tokens of a program
 
@@ -92,9 +93,8 @@ def forward(o: Tensor, weights: Tensor) -> Tensor:
     programs = cdiv(B * N, TOKENS) * H
     if programs:
         o_by = (o.stride(0), o.stride(2))
-        _weigh_kernel[(programs,)](
-            o, weights, y, B * N, N, H, o_by, weights_by(weights), **options(D)
-        )
+        numbers = (B * N, N, H, o_by, weights_by(weights))
+        launch(_weigh_kernel, programs, (o, weights, y), numbers, **options(D))
     return y
 
 
@@ -109,9 +109,8 @@ def backward(dy: Tensor, o: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     if programs:
         tensors = (dy.contiguous(), o, weights, do, dweights)
         o_by = (o.stride(0), o.stride(2))
-        _weigh_backward_kernel[(programs,)](
-            *tensors, B * N, N, H, o_by, weights_by(weights), **options(D)
-        )
+        numbers = (B * N, N, H, o_by, weights_by(weights))
+        launch(_weigh_backward_kernel, programs, tensors, numbers, **options(D))
     if weights.shape[1] == 1:
         dweights = dweights.sum(1, keepdim=True)
     return do.transpose(1, 2), dweights.to(weights.dtype)

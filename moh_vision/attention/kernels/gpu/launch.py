@@ -1,0 +1,85 @@
+"""Launch kernels: the first time through Triton, and then directly.
+
+At each call Triton's own launcher binds the arguments by name, describes every one of them and makes a key of text, to find
+out which compiled kernel fits. That takes 10 to 40 us on the host, and a layer has nine launches in training. `launch` finds
+the compiled kernel by a key of its own, which has more in it than Triton compiles a kernel for: the values of all numbers,
+and for tensors dtype and alignment.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT = (
+    16  # bytes: Triton compiles another kernel for tensors that do not begin at a multiple of them
+)
+MOST_KEPT = 4096  # texts of every length have a key each
+# On AMD's cards a kernel also depends on whether a tensor is larger than 2 GiB, which the key does not have.
+KEEPS = torch.version.hip is None
+
+_kept: dict[
+    tuple, tuple[Any, tuple]
+] = {}  # key -> compiled kernel, values of its constants in their order
+
+
+def launch(
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Tensor | TensorDescriptor | None, ...],
+    numbers: tuple,
+    **constants: Any,
+) -> None:
+    """Launch a kernel on the current device and stream.
+
+    Args:
+        kernel: a function under triton.jit, whose parameters are tensors, then numbers, then constants.
+        programs: size of the grid.
+        tensors: first arguments, all on the current device.
+        numbers: further arguments: int, float and tuples of them.
+        **constants: the tl.constexpr parameters, which must be hashable; num_warps and num_stages.
+    """
+    if not (KEEPS and isinstance(kernel, JITFunction)):  # in the interpreter it is not
+        kernel[(programs,)](*tensors, *numbers, **constants)
+        return
+    device = tensors[0].get_device()
+    key = (kernel.fn, device, numbers, describe(tensors), tuple(constants.items()))
+    kept = _kept.get(key)
+    if kept is not None:
+        compiled, values = kept
+        compiled[(programs, 1, 1)](*tensors, *numbers, *values)
+        return
+    compiled = kernel[(programs,)](*tensors, *numbers, **constants)
+    if compiled is None:  # a hook of Triton compiles it elsewhere
+        return
+    if len(_kept) >= MOST_KEPT:
+        _kept.clear()
+    _kept[key] = (compiled, in_order(kernel, len(tensors) + len(numbers), constants))
+
+
+def describe(tensors: tuple[Tensor | TensorDescriptor | None, ...]) -> tuple:
+    """Return all of the tensors that decides which compiled kernel takes them."""
+    forms: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            forms.append(None)
+        elif isinstance(tensor, TensorDescriptor):
+            forms.append((tensor.base.dtype, *tensor.block_shape))
+        else:
+            forms.append(tensor.dtype)
+            forms.append(tensor.data_ptr() % ALIGNMENT)
+    return tuple(forms)
+
+
+def in_order(kernel: Any, given: int, constants: dict[str, Any]) -> tuple:
+    """Return the values of constants in the order of the kernel's parameters.
+
+    Args:
+        kernel: see `launch`.
+        given: number of parameters before the constants.
+        constants: see `launch`.
+    """
+    names = [parameter.name for parameter in kernel.params[given:]]
+    return tuple(constants[name] for name in names)
