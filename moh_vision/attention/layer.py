@@ -25,7 +25,8 @@ from moh_vision.attention.executors import (
     WholeSequences,
 )
 from moh_vision.attention.kernels.route import (
-    ROUTE_AND_ATTEND,
+    PROJECT_AND_ROUTE,
+    ROUTE_SEQUENCES_AND_ATTEND,
     ProductAttention,
     project_and_route,
 )
@@ -39,7 +40,7 @@ from moh_vision.attention.linear import (
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import router_class
-from moh_vision.attention.routers.common import masked_mean, route_sequences
+from moh_vision.attention.routers.common import masked_mean, read_of_sequences, route_sequences
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 torch.fx.wrap("visible")  # a leaf while fx traces: masks may then be proxies that stand for None
@@ -252,7 +253,7 @@ class HeadMixtureAttention(RoutedLayer):
             mode=present_mode(x),
         )
         if not attended.crosses and cache is None:
-            call = self.route_by_operator(call, padded)
+            call = self.route_by_operator(call, padded, condition)
         if call.routing is None:
             routing, q = self.route(x, padded, condition, attended.context, attended.padding, cache)
             call = call._replace(routing=routing, q=q)
@@ -381,21 +382,24 @@ class HeadMixtureAttention(RoutedLayer):
         mean_q = masked_mean(router_q, padded)  # [B, H, 1, D]
         return route_sequences(self.router, x, condition, padded, mean_q), q
 
-    def route_by_operator(self, call: Call, padded: Tensor | None) -> Call:
+    def route_by_operator(
+        self, call: Call, padded: Tensor | None, condition: Tensor | None
+    ) -> Call:
         """Route and project the tokens of a call by one operator, which also attends if the call's plan allows it.
 
         The operator needs a router that is one linear layer for every token and has no hooks; see also `plan.operator_of`.
-        With scope "sample" executors project only the heads that run, so a product of all heads is not wanted.
 
         Args:
             call: self-attention without a cache, not yet routed.
             padded: [B, N], True at padding.
+            condition: see `forward`.
 
         Returns:
             The call with its routing and `product` or `attended`; as it was, if no operator can do it.
         """
         x = call.x
-        if self.scope != "token" or kernels.path(x.device.type) != "triton":
+        one_choice = condition is not None and condition.dim() == 1
+        if one_choice or kernels.path(x.device.type) != "triton":
             return call
         # Read from the dictionary: nn.Module's own lookup of attributes takes ten times as long, and a GPU waits for it.
         modules = self._modules
@@ -405,15 +409,26 @@ class HeadMixtureAttention(RoutedLayer):
         gates = router.as_linear(x)
         if gates is None:
             return call
-        plan = self.plan(call, gates.form())
+        form = gates.form()
+        if self.scope == "sample":
+            form = form._replace(choice="sequence")
+        plan = self.plan(call, form)
         if not plan.operator:
             return call
         attention = None
-        if plan.operator == ROUTE_AND_ATTEND:
+        read = None
+        if plan.operator != PROJECT_AND_ROUTE:
             attention = ProductAttention(self.kv_heads, call.is_causal, call.attn_mask)
+        if plan.operator == ROUTE_SEQUENCES_AND_ATTEND:
+            read = read_of_sequences(x, condition, padded)
+            padded = None  # the mean token is no padding
+            known = read.dtype == x.dtype or kernels.routes(read, plan.dtype, form.linear)
+            if not known:
+                return call
         projection = modules["qkv"]._parameters
         weights = (projection["weight"], projection["bias"])
-        routing, result = project_and_route(x, *weights, plan.dtype, gates, padded, attention)
+        inputs = (x, *weights, plan.dtype, gates, padded, attention, read)
+        routing, result = project_and_route(*inputs)
         if attention is None:
             return call._replace(routing=routing, plan=plan, product=result)
         return call._replace(routing=routing, plan=plan, attended=result)

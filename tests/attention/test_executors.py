@@ -129,6 +129,7 @@ def test_triton_equals_the_reference(router, case, path):
 NODE = ["route_and_attend"]
 APART = ["route", "pairs", "attend_in_place"]  # the product may not be read as one
 ONE_PRODUCT = ["route", "pairs", "attend_product"]
+OF_SEQUENCES = ["route_sequences_and_attend"]
 NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
 OF_PARTS = [
     "project_and_route",
@@ -218,6 +219,27 @@ def test_product_and_router_are_one_node_where_nothing_is_in_between(name, path)
     assert_equal(layer, ["masked"], x, done=dict(packed=packed))
 
 
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize(
+    "dtype, names", [(torch.float16, OF_SEQUENCES), (torch.float64, NO_ROUTER)]
+)
+def test_a_condition_of_another_dtype_than_the_tokens(dtype, names, path):
+    """A kernel reads it in its own dtype; one of float64 is left to PyTorch."""
+    x = torch.randn(B, N, C, requires_grad=True)
+    condition = torch.randn(B, C).to(dtype).requires_grad_()
+    layer = build((2, 2), width=16, scope="sample")
+    answers = []
+    for executor in ("packed", "masked"):
+        layer.executor = executor
+        with Launched() as launched:
+            y, _ = layer(x, condition=condition)
+        if executor == "packed":
+            assert launched.names == names
+        answers.append((y, *torch.autograd.grad(y.square().sum(), (x, condition))))
+    for got, want in zip(*answers):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
 LAYERS = {  # a layer and its call, and what it launches
     "moh": (dict(budget=(2, 2)), NODE),
     "moh, no bias": (dict(budget=(2, 2), qkv_bias=False), NODE),
@@ -237,7 +259,16 @@ LAYERS = {  # a layer and its call, and what it launches
     "query_norm": (ROUTERS["query_norm"], ["weigh"]),  # its gradient needs all heads
     "mae": (ROUTERS["mae"], NO_ROUTER),
     "gated": (ROUTERS["gated"], ["weigh"]),  # every head runs
-    "sample scope": (dict(budget=(2, 2), scope="sample"), ONE_PRODUCT),
+    "sample scope": (dict(budget=(2, 2), scope="sample"), OF_SEQUENCES),
+    "sample scope, moa": (dict(ROUTERS["moa"], scope="sample"), OF_SEQUENCES),
+    "sample scope, padding": (dict(budget=(2, 2), scope="sample", padding=True), OF_SEQUENCES),
+    "sample scope, groups": (dict(budget=(2, 2), scope="sample", kv_heads=2), OF_SEQUENCES),
+    "sample scope, qk-norm": (dict(budget=(2, 2), scope="sample", qk_norm=True), APART),
+    "a condition of each": (
+        dict(budget=(2, 2), scope="sample", condition=(B, C)),
+        OF_SEQUENCES,
+    ),
+    "one condition for all": (dict(budget=(2, 2), scope="sample", condition=(C,)), ["route"]),
     "cross": (dict(budget=(2, 2), contexts=B), APART),
     "separate projections": (dict(CASES["separate projections"], budget=(2, 2)), APART),
 }

@@ -17,12 +17,12 @@ from tests.support.attend_backends import TRITON
 C = 64
 # Of a call of a layer: the most operators, and exactly how many kernels of Triton. (executor, scope, training).
 LAYERS = {
-    ("packed", "token", False): (8, 4),
-    ("packed", "token", True): (31, 9),
-    ("masked", "token", False): (17, 2),
-    ("masked", "token", True): (49, 5),
-    ("packed", "sample", False): (11, 4),
-    ("packed", "sample", True): (53, 9),
+    ("packed", "token", False): (3, 4),
+    ("packed", "token", True): (29, 9),
+    ("masked", "token", False): (10, 2),
+    ("masked", "token", True): (43, 5),
+    ("packed", "sample", False): (4, 4),
+    ("packed", "sample", True): (33, 9),
 }
 # They return a part of a tensor or another shape of it, and launch nothing.
 VIEWS = {

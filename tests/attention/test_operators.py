@@ -682,6 +682,12 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
     o, gates, _, rows_of_attended, _, _, *saved = ops.route_and_attend(*given["route_and_attend"])
     saved = [t.detach() for t in (o, gates, rows_of_attended, *saved)]
     given["route_and_attend_backward"] = o, None, probs, None, saved, *attends
+    of_sequences = x.detach()[:, :1].float().requires_grad_(), *attends
+    of_sequences = *of_sequences[:9], None, *of_sequences[10:]  # no padding
+    given["route_sequences_and_attend"] = of_sequences
+    o, gates, _, rows_of_sequences, _, _, *saved = ops.route_sequences_and_attend(*of_sequences)
+    saved = [t.detach() for t in (o, gates, rows_of_sequences, *saved)]
+    given["route_sequences_and_attend_backward"] = o, gates, None, None, saved, *of_sequences
     given["pairs"] = active, 2
     o, gates = (t.detach().requires_grad_() for t in (q, rest[0]))
     given["weigh"] = o, gates

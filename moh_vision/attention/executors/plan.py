@@ -16,7 +16,11 @@ from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.known import SMALLEST_QUERIES, rule
 from moh_vision.attention.executors.signature import Signature, sign, words
 from moh_vision.attention.kernels.contract import DTYPES
-from moh_vision.attention.kernels.route import PROJECT_AND_ROUTE, ROUTE_AND_ATTEND
+from moh_vision.attention.kernels.route import (
+    PROJECT_AND_ROUTE,
+    ROUTE_AND_ATTEND,
+    ROUTE_SEQUENCES_AND_ATTEND,
+)
 from moh_vision.attention.linear import present_mode
 from moh_vision.attention.routing import Call, RoutingForm
 
@@ -103,20 +107,22 @@ def plan_executor(executor: type[Executor], signature: Signature, reason: str = 
 
 
 def operator_of(signature: Signature, attends: bool) -> str:
-    """Return the name of the operator that begins calls of a layer, one of the two of `kernels.route`; "": there is none.
+    """Return the name of the operator that begins calls of a layer, one of three in `kernels.route`; "": there is none.
 
     Args:
         signature: of the calls.
         attends: whether the executor lets the operator attend too.
     """
     s = signature
-    crosses = s.context or s.cache
-    if s.path != "triton" or s.mode == "traced" or s.scope != "token" or crosses:
+    if s.path != "triton" or s.mode == "traced" or s.context or s.cache:
         return ""
     if not all(dtype in DTYPES for dtype in (s.given, s.dtype, s.joint, s.linear)):
         return ""
     if not kernels.works("project_and_route", s.device, s.given, s.dtype, s.linear):
         return ""
+    if s.choice == "sequence":
+        # Other executors do not want the product of all heads.
+        return ROUTE_SEQUENCES_AND_ATTEND if attends else ""
     if attends:
         return ROUTE_AND_ATTEND
     return PROJECT_AND_ROUTE

@@ -26,7 +26,7 @@ from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.kernels.build import using as using
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST, call, run
-from moh_vision.attention.linear import in_float, is_exporting, is_traced, product_dtype
+from moh_vision.attention.linear import cast, is_exporting, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
@@ -72,6 +72,17 @@ def attend_path(
     return "torch"
 
 
+def routes(x: Tensor, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+    """Return whether the Triton operators that project and route work.
+
+    Args:
+        x: what the router reads.
+        dtype: of the product.
+        weight_dtype: of the router's weight.
+    """
+    return x.dtype in DTYPES and works("project_and_route", x.device, x.dtype, dtype, weight_dtype)
+
+
 def list_pairs(active: Tensor) -> Pairs:
     """Return the list of pairs that run: active [B, N, H] -> `Pairs`."""
     if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
@@ -97,7 +108,7 @@ def attend_in_place(
     """
     B, _, N, _ = q.shape
     pairs = pairs_of(routing, B, N)
-    gates = _for_sequences(in_float(routing.weights), B)
+    gates = _for_sequences(cast(routing.weights, torch.float32), B)
     if path(q.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -123,7 +134,7 @@ def attend_product(
     """
     B, N, _ = product.shape
     pairs = pairs_of(routing, B, N)
-    gates = _for_sequences(in_float(routing.weights), B)
+    gates = _for_sequences(cast(routing.weights, torch.float32), B)
     if path(product.device.type) == "triton":
         from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 

@@ -21,6 +21,7 @@ from moh_vision.attention.routing import Pairs, Routing, RoutingForm, RoutingSta
 # Operators that begin a call of a layer, see `project_and_route`.
 PROJECT_AND_ROUTE = "moh_vision_triton::project_and_route"
 ROUTE_AND_ATTEND = "moh_vision_triton::route_and_attend"
+ROUTE_SEQUENCES_AND_ATTEND = "moh_vision_triton::route_sequences_and_attend"
 MOST_ROWS = 256  # most rows of a router's weight whose logits fit in the registers of a GPU
 
 # fx records a call of this function and does not trace into it, because it reads a dtype and a device, which proxies lack.
@@ -124,6 +125,7 @@ def project_and_route(
     router: LinearRouter,
     padding_mask: Tensor | None = None,
     attention: ProductAttention | None = None,
+    read: Tensor | None = None,
 ) -> tuple[Routing, Tensor]:
     """Route tokens and multiply them by a weight, as one node of autograd, by Triton's kernels; see `plan.operator_of`.
 
@@ -133,26 +135,36 @@ def project_and_route(
         dtype: of the product.
         router, padding_mask: see `route`.
         attention: not None: the node also attends for the pairs that run.
+        read: with `attention`: one vector for each sequence [B, 1, C], which the router reads in place of the tokens; None:
+            every token chooses.
 
     Returns:
         The Routing; and x W^T + b [B, N, O] in the dtype of products, or with `attention` the weighted outputs
         [B, N, H*D], 0 where a head is off.
     """
+    name = PROJECT_AND_ROUTE
+    exact = x
+    if attention is not None:
+        name = ROUTE_AND_ATTEND
+    if read is not None:
+        name = ROUTE_SEQUENCES_AND_ATTEND
+        exact = read
     inputs = (
-        x,
+        exact,
         cast(x, dtype),
         cast(weight, dtype),
         cast_bias(bias, dtype),
         *router[:5],
         padding_mask,
     )
-    name = PROJECT_AND_ROUTE
     if attention is not None:
-        name = ROUTE_AND_ATTEND
         inputs = (*inputs, *attention)
     inputs = (*inputs, router.second, router.third)
     result, *outputs = run(name, *inputs)
-    return _routing(router, outputs[:5]), result
+    routing = _routing(router, outputs[:5])
+    if read is not None:
+        routing = routing._replace(choice="sequence")
+    return routing, result
 
 
 def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:

@@ -104,17 +104,27 @@ def route_sequences(
         padding_mask: [B, N], True at padding, which is left out of the mean.
         q: mean queries [B, H, 1, D], for a router that reads queries.
     """
-    if condition is None:
-        return router(masked_mean(x, padding_mask), q)._replace(choice="sequence")
-    if condition.dim() == 1:
+    if condition is not None and condition.dim() == 1:
         routing = router(condition.view(1, 1, -1), q)
         return routing._replace(stats=expand_stats(routing.stats, x.shape[0]), choice="all")
+    return router(read_of_sequences(x, condition, padding_mask), q)._replace(choice="sequence")
+
+
+def read_of_sequences(x: Tensor, condition: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+    """Return the vector [B, 1, C] that a router reads for each sequence of x [B, N, C].
+
+    Args:
+        condition: [B, C], or None: the mean token is read.
+        padding_mask: see `route_sequences`.
+    """
+    if condition is None:
+        return masked_mean(x, padding_mask)
     if condition.shape[0] != x.shape[0]:
         raise ValueError(
             f"condition of shape {tuple(condition.shape)} for {x.shape[0]} sequences: give one vector for each "
             f"sequence, or a single vector of shape ({condition.shape[1]},) for one choice that serves all of them"
         )
-    return router(condition.unsqueeze(1), q)._replace(choice="sequence")
+    return condition.unsqueeze(1)
 
 
 def expand_stats(stats: RoutingStats, batch: int) -> RoutingStats:

@@ -280,17 +280,22 @@ def _of_bias_and_router(dbias, drouter, inputs):
     return dbias, first, *[None] * len(others), *further
 
 
-def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *router):
+def _project_and_route_oracle(outputs, _exact, x, *others):
     """Project and route in PyTorch, with the router's outputs that the operator saved.
 
     The tokens of the router, `_exact`, were not saved, and the router's outputs for the rounded tokens x might choose
     other heads.
     """
+    return _projected_and_routed(outputs, x, x, *others)
+
+
+def _projected_and_routed(outputs, read, x, weight, bias, router_weight, *router):
+    """Project tokens x and route `read` in PyTorch; outputs: those of the router, which the operator saved."""
     (saved,) = outputs
-    # The values are the saved outputs, the gradient is that of the outputs for x.
+    # The values are the saved outputs, the gradient is that of the outputs for `read`.
     candidates, shared, routed, gate_form, padding, *further = router
     joint = torch.cat(parts_of_weight(router_weight, *further))
-    rounded = eager.gate_logits(x, joint)
+    rounded = eager.gate_logits(read, joint)
     exact = rounded + (saved - rounded).detach()
     balanced = eager.is_balanced(joint, candidates, shared)
     routing = eager.choose(exact, candidates, shared, routed, gate_form, balanced, padding)
@@ -333,7 +338,7 @@ def _fake_route_and_attend(exact, x, weight, bias, router_weight, *settings):
     B, N, _ = x.shape
     _, active, *_ = routed
     H = active.shape[2]
-    token, offsets = _fake_pairs(active, router[1] + router[2])
+    token, offsets = _fake_pairs(active.expand(B, N, H), router[1] + router[2])
     o = x.new_empty(B, N, weight.shape[0] // (H + 2 * kv_heads) * H)
     lse = x.new_empty(token.shape, dtype=torch.float32)
     return o, *routed, product, lse, token, offsets
@@ -357,12 +362,17 @@ def _route_and_attend_gradients(grads, inputs, outputs):
     return None, dx, dweight, *_of_bias_and_router(dbias, drouter, inputs)
 
 
-def _route_and_attend_oracle(outputs, *inputs):
+def _route_and_attend_oracle(outputs, _exact, x, *others):
     """Project, route and attend in PyTorch, with the router's outputs and the pairs that the operator saved."""
+    return _attended(outputs, x, x, *others)
+
+
+def _attended(outputs, read, x, *others):
+    """Do as `_route_and_attend_oracle` where the router reads `read`."""
     _, _, rows, _, _, token, offsets = outputs
-    *of_router, kv_heads, is_causal, mask, second, third = inputs
-    product, weights, active, exact, probs = _project_and_route_oracle(
-        [rows], *of_router, second, third
+    *of_router, kv_heads, is_causal, mask, second, third = others
+    product, weights, active, exact, probs = _projected_and_routed(
+        [rows], read, x, *of_router, second, third
     )
     heads = active.shape[2]
     lists = (token, offsets, is_causal, mask)
@@ -391,6 +401,50 @@ differentiate(
     kept=(0, 1, 3, 6, 7, 8, 9),
     constant=(2, 5, 6, 7, 8, 9),
     dropped=(0,),
+    reads_outputs=True,
+    returned=6,
+)
+
+
+# ---- the same for one choice of each sequence
+
+
+def _fake_sequences_backward(do, dweights, dprobs, drows, saved, read, x, *others):
+    _, _, rows, *_ = saved
+    weight, bias, router_weight, *_ = others
+    return read.new_empty(read.shape), *_fake_gradients(x, weight, bias, router_weight, rows)
+
+
+def _sequences_gradients(grads, inputs, outputs):
+    """See `contract.differentiate`, argument `backward`."""
+    do, dweights, _, drouter_outputs, dprobs = grads[:5]
+    grads = (do, dweights, dprobs, drouter_outputs)
+    dread, dx, dweight, dbias, drouter = call(
+        f"{NAME}::route_sequences_and_attend_backward", *grads, outputs, *inputs
+    )
+    return dread, dx, dweight, *_of_bias_and_router(dbias, drouter, inputs)
+
+
+define(
+    f"route_sequences_and_attend(Tensor read, {_PROJECTION}, {_ATTENDED}, {_FURTHER}) -> (Tensor o, "
+    "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
+    "Tensor product, Tensor lse, Tensor token, Tensor offsets)",
+    route_attend.forward,
+    _fake_route_and_attend,
+)
+define(
+    "route_sequences_and_attend_backward(Tensor? do, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
+    f"Tensor[] saved, Tensor read, {_PROJECTION}, {_ATTENDED}, {_FURTHER})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    route_attend.backward_of_sequences,
+    _fake_sequences_backward,
+)
+differentiate(
+    f"{NAME}::route_sequences_and_attend",
+    _attended,
+    _sequences_gradients,
+    kept=(0, 1, 3, 6, 7, 8, 9),
+    constant=(2, 5, 6, 7, 8, 9),
     reads_outputs=True,
     returned=6,
 )

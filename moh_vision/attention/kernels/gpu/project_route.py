@@ -75,15 +75,29 @@ def backward(
     """
     router = (candidates, shared, routed, gate_form, padding, second, third)
     dx, drouter = route.backward(dweights, dprobs, drows, rows, x, router_weight, *router)
+    if dproduct is not None:
+        with without_autocast(x):  # backward may be called under it
+            dx.view(-1, dx.shape[-1]).addmm_(dproduct.flatten(0, 1), weight)
+    return dx, *gradients_of_projection(dproduct, x, weight, bias), drouter
+
+
+def gradients_of_projection(
+    dproduct: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the weight and of the bias of a product, an empty tensor if there is no bias.
+
+    Args:
+        dproduct: gradient of the product, or None: it has none.
+        x, weight, bias: see `forward`.
+    """
     dbias = weight.new_empty(0)
     if dproduct is None:
         if bias is not None:
             dbias = weight.new_zeros(bias.shape)
-        return dx, torch.zeros_like(weight), dbias, drouter
-    with without_autocast(x):  # backward may be called under it
-        grad = dproduct.flatten(0, 1)
-        dx.view(-1, dx.shape[-1]).addmm_(grad, weight)
+        return torch.zeros_like(weight), dbias
+    grad = dproduct.flatten(0, 1)
+    with without_autocast(x):
         dweight = grad.t() @ x.flatten(0, 1)
         if bias is not None:
             dbias = grad.sum(0)
-    return dx, dweight, dbias, drouter
+    return dweight, dbias
