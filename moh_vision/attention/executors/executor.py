@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moh_vision.attention.executors.signature import Signature
+from moh_vision.attention.linear import apply_linear
 from moh_vision.attention.routing import Call
 
 
@@ -48,6 +49,13 @@ class Executor:
         prepared: what `prepare` returned.
         """
         return False
+
+    def output(self, o: Tensor) -> Tensor:
+        """Project the joined and weighted outputs of the heads, o [B, N, H*D], to y [B, N, C]."""
+        proj = self.layer.proj
+        if self.call.mode == "eager":
+            return apply_linear(proj, o)
+        return proj(o)
 
     def project(self) -> tuple[Tensor, ...]:
         """Return queries, keys and values, normalised and rotated, in the form that `attend` of this class reads."""

@@ -91,4 +91,4 @@ class InPlace(Executor):
 
     def combine(self, o: Tensor) -> Tensor:
         """Project o [B, N, H*D] to [B, N, C]."""
-        return self.layer.proj(o)
+        return self.output(o)

@@ -26,7 +26,7 @@ class Masked(Executor):
 
     def combine(self, o: Tensor) -> Tensor:
         """Weigh and project o [B, H, N, D] to y [B, N, C]."""
-        return self.layer.proj(weighted(o, self.call.routing.weights))
+        return self.output(weighted(o, self.call.routing.weights))
 
 
 class Unfused(Masked):

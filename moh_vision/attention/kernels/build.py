@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from filelock import lock_descriptor
@@ -136,9 +137,14 @@ def _runs_triton() -> bool:
 @torch.compiler.assume_constant_result  # the result, like the path, does not change in a process
 def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
     """Return whether a Triton kernel computes the same as PyTorch on a device, see `gpu.check.works`."""
+    return _gpu_check().works(kernel, device, *dtypes)
+
+
+@functools.cache  # an import statement takes a microsecond at each call of a layer
+def _gpu_check() -> ModuleType:
     from moh_vision.attention.kernels.gpu import check  # imports Triton
 
-    return check.works(kernel, device, *dtypes)
+    return check
 
 
 def failed_trials() -> int:
