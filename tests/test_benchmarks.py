@@ -136,17 +136,27 @@ def test_the_time_of_an_export_is_over_that_of_the_dense_twin(run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_host_time_is_over_that_of_timm():
-    """A process of its own: the benchmark replaces Triton's interpreter by nothing."""
+@pytest.mark.parametrize(
+    "name, rows",
+    [
+        ("host_time", ["| timm's Attention | ", "| auto, per token | "]),
+        (
+            "launch_time",
+            ["| forward, 4 kernels | by Triton | ", "| backward, 5 kernels | directly | "],
+        ),
+    ],
+)
+def test_time_on_the_host(name, rows):
+    """A process of its own: the benchmarks replace Triton's interpreter, or a GPU's driver, by nothing."""
     pytest.importorskip("triton")
-    script = "import host_time; host_time.ROUNDS = 2; host_time.main()"
+    script = f"import {name}; {name}.ROUNDS = 2; {name}.main()"
     environment = dict(
         os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     )
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "| timm's Attention | " in result.stdout and "| auto, per token | " in result.stdout
+    assert all(row in result.stdout for row in rows), result.stdout
 
 
 def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
