@@ -398,8 +398,9 @@ class HeadMixtureAttention(RoutedLayer):
             The call with its routing and `product` or `attended`; as it was, if no operator can do it.
         """
         x = call.x
-        one_choice = condition is not None and condition.dim() == 1
-        if one_choice or kernels.path(x.device.type) != "triton":
+        if call.mode == "traced" or kernels.path(x.device.type) != "triton":
+            return call
+        if condition is not None and condition.dim() == 1:  # one choice for all sequences
             return call
         # Read from the dictionary: nn.Module's own lookup of attributes takes ten times as long, and a GPU waits for it.
         modules = self._modules
@@ -414,7 +415,7 @@ class HeadMixtureAttention(RoutedLayer):
             form = form._replace(choice="sequence")
         plan = self.plan(call, form)
         if not plan.operator:
-            return call
+            return call._replace(plan=plan)  # it holds when the router has been called too
         attention = None
         read = None
         if plan.operator != PROJECT_AND_ROUTE:
@@ -424,7 +425,7 @@ class HeadMixtureAttention(RoutedLayer):
             padded = None  # the mean token is no padding
             known = read.dtype == x.dtype or kernels.routes(read, plan.dtype, form.linear)
             if not known:
-                return call
+                return call._replace(plan=plan)
         projection = modules["qkv"]._parameters
         weights = (projection["weight"], projection["bias"])
         inputs = (x, *weights, plan.dtype, gates, padded, attention, read)
@@ -513,16 +514,18 @@ class HeadMixtureAttention(RoutedLayer):
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalise and rotate queries [B, N, h, D]; h may be any of the heads."""
-        if self.qk_norm:
-            q = self.q_norm(q)
+        norm = self._modules["q_norm"]
+        if not does_nothing(norm):
+            q = norm(q)
         if rotary is None:
             return q
         return rotate(q, rotary, self.rotary_pairs)
 
     def prepare_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalise and rotate keys [B, M, g, D]; g may be any of the key-value heads."""
-        if self.qk_norm:
-            k = self.k_norm(k)
+        norm = self._modules["k_norm"]
+        if not does_nothing(norm):
+            k = norm(k)
         if rotary is None:
             return k
         return rotate(k, rotary, self.rotary_pairs)

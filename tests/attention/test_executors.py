@@ -504,8 +504,8 @@ def gradients_on_a_rank(rank):
         wrapped = wrap(layer)  # which gradients are summed by: it must live
         with Launched() as launched:
             y = wrapped(x[rank * B : rank * B + B])[0]
-        at_once = scope == "token" and wrap is not sharded_in_parts
-        assert ("route_and_attend" in launched.names) == at_once
+        operator = "route_and_attend" if scope == "token" else "route_sequences_and_attend"
+        assert (operator in launched.names) == (wrap is not sharded_in_parts)
         y.square().sum().backward()
         for p, grad in zip(layer.parameters(), want, strict=True):
             whole = p.grad if wrap is DistributedDataParallel else p.grad.full_tensor()

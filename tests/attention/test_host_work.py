@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention
+from moh_vision.attention.executors import Sequences
 from moh_vision.attention.losses import RoutedTask
 from moh_vision.classification.task import ClassificationTask
 from tests.support.attend_backends import TRITON
@@ -102,6 +103,27 @@ def test_a_layer_launches_few_kernels(executor, scope, training, kernels_launche
     operators, kernels = LAYERS[executor, scope, training]
     assert len(count.names) <= operators + 2 * training, count.names  # the sum, and its gradient
     assert len(kernels_launched) == kernels, kernels_launched
+
+
+def test_a_call_is_planned_once_whoever_projects_it(kernels_launched):
+    """With 128 tokens `Sequences` takes heads chosen per sample in inference; no operator begins that call."""
+    layer = layer_of("packed", "sample").eval()
+    x = torch.randn(2, 128, C)
+    with torch.inference_mode():
+        layer(x)
+    (plan,) = layer.plans.values()
+    assert plan.executor is Sequences and not plan.operator
+
+
+def test_a_profile_shows_operators(kernels_launched):
+    """Outside of one, operators are called without torch's dispatcher."""
+    layer = layer_of("packed", "token")
+    x = torch.randn(2, 16, C)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x)[0].sum().backward()
+    seen = {event.name for event in profile.events()}
+    name = "moh_vision_triton::route_and_attend"
+    assert {name, f"{name}_backward"} <= seen
 
 
 @pytest.mark.parametrize("router", ["moh", "moa"])

@@ -384,6 +384,23 @@ def test_a_gpu_without_memory_says_nothing_of_a_kernel(check, replaced, caplog):
     assert output_and_launches(layer, x)[1] == ["project_and_route", "weigh"]
 
 
+def test_a_plan_that_was_made_without_memory_is_made_again(check, replaced, caplog):
+    full = [True]
+
+    def project_and_route(operator, *given):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return operator(*given)
+
+    replaced("project_and_route", project_and_route)
+    layer, x = layer_and_tokens("packed")
+    for _ in range(2):
+        assert output_and_launches(layer, x)[1] == ["route", "pairs", "attend_product"]
+    full.clear()
+    for _ in range(2):
+        assert output_and_launches(layer, x)[1] == ["route_and_attend"]
+
+
 def first_call(layer, x, where):
     """The names of the operators that run."""
     if where == "autocast, inference mode":

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from moh_vision.attention import EXECUTORS, SeparateHeadMixtureAttention
+from moh_vision.attention import (
+    EXECUTORS,
+    HeadBudget,
+    HeadMixtureAttention,
+    SeparateHeadMixtureAttention,
+)
 from tests.support import layers
 from tests.support.layers import ROUTERS, C
 
@@ -138,3 +143,33 @@ def test_dynamic_quantisation_leaves_routers_in_float(name):
         torch.equal(p, q)
         for p, q in zip(layer.router.parameters(), quantised.router.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("executor", ["masked", "packed"])
+def test_hooks_on_all_modules_see_every_module(executor):
+    """Such as those of tools that list what a model calls."""
+    layer = HeadMixtureAttention(24, HeadBudget(6, 4, 2, 2), executor=executor).eval()
+    seen = []
+    with torch.no_grad():
+        y = layer(torch.ones(1, 3, 24))[0]
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: seen.append(module)
+        )
+        try:
+            torch.testing.assert_close(layer(torch.ones(1, 3, 24))[0], y)
+        finally:
+            handle.remove()
+    if executor == "masked":
+        assert {layer, layer.qkv, layer.proj, layer.proj_drop, layer.q_norm} <= set(seen)
+    assert layer.proj_drop in seen
+
+
+def test_a_bias_that_is_no_parameter():
+    """The layer is called: its class adds whatever `bias` is."""
+    layer = HeadMixtureAttention(24, HeadBudget(6, 4, 2, 2), executor="masked")
+    x = torch.randn(1, 3, 24)
+    want = layer(x)[0]
+    bias = layer.proj.bias.detach().clone()
+    del layer.proj.bias
+    layer.proj.register_buffer("bias", bias)
+    torch.testing.assert_close(layer(x)[0], want)

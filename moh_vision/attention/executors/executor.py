@@ -40,8 +40,8 @@ class Executor:
         """Decide what is the same in all calls with a signature; it is kept in their plan and given to the constructor."""
         return None
 
-    @staticmethod
-    def attends_product(prepared: Any) -> bool:
+    @classmethod
+    def attends_product(cls, prepared: Any) -> bool:
         """Return whether attention of this class reads one product of all queries, keys and values.
 
         The operator that makes the product then attends too, see `plan.operator_of`.

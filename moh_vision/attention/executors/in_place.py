@@ -45,9 +45,11 @@ class InPlace(Executor):
         changed = s.qk_norm or s.rotary
         return s.joint is not None and not (changed or s.queries or s.context or s.cache)
 
-    @staticmethod
-    def attends_product(prepared: bool) -> bool:
-        return prepared
+    @classmethod
+    def attends_product(cls, prepared: bool) -> bool:
+        # A subclass that attends in its own way must be asked.
+        own = cls.project is InPlace.project and cls.attend is InPlace.attend
+        return prepared and own
 
     def __init__(self, layer: nn.Module, call: Call, prepared: bool):
         super().__init__(layer, call)

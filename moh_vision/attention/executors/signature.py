@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.linear import plain, present_mode, product_dtype
+from moh_vision.attention.linear import plain, present_mode, product_dtype, uses_tf32
 from moh_vision.attention.routing import Call, RoutingForm
 
 
@@ -52,6 +52,7 @@ class Signature(NamedTuple):
     # Options of the call.
     given: torch.dtype  # of the tokens
     dtype: torch.dtype  # of the products
+    tf32: bool  # whether a GPU multiplies them in tf32
     mask: MaskForm | None
     is_causal: bool
     rotary: bool
@@ -95,6 +96,8 @@ def sign(
     if mode is None:
         mode = call.mode or present_mode(x)
     device = x.device
+    path = kernels.path(device.type)
+    dtype = product_dtype(x)
     batch, tokens, _ = x.shape
     keys = tokens
     if call.context is not None:
@@ -108,7 +111,7 @@ def sign(
         active = router.budget.active
     return Signature(
         device=device,
-        path=kernels.path(device.type),
+        path=path,
         layer=type(layer),
         router=type(router),
         scope=layer.scope,
@@ -130,7 +133,8 @@ def sign(
         listed=form.listed,
         linear=form.linear,
         given=x.dtype,
-        dtype=product_dtype(x),
+        dtype=dtype,
+        tf32=dtype == torch.float32 and device.type == "cuda" and uses_tf32(),
         mask=_form_of(call.attn_mask),
         is_causal=call.is_causal,
         rotary=call.rotary is not None,

@@ -74,12 +74,14 @@ def call(name: str, *inputs: Any) -> Any:
 def needs_dispatcher(inputs: tuple[Any, ...]) -> bool:
     """Return whether the operator itself must be called.
 
-    It must under a mode that watches operators, as a counter of FLOPs does, and under torch.func; and for tensors without
-    values or of another class. Tensors in a list are not looked at.
+    It must under a mode that watches operators, as a counter of FLOPs does, in a profile, and under torch.func; and for
+    tensors without values or of another class. Tensors in a list are not looked at.
 
     inputs: of the operator.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
+    if torch._C._are_functorch_transforms_active() or torch.autograd._profiler_enabled():
         return True
     for value in inputs:
         if type(value) in PLAIN_CLASSES:

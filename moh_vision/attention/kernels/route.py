@@ -96,7 +96,7 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
         numbers are slow. The C++ operator also lists the pairs. On a GPU the executor that reads the list makes it.
     """
     route_path = "torch"
-    if x.dtype in DTYPES and not is_traced(x):
+    if not is_traced(x) and x.dtype in DTYPES:
         route_path = path(x.device.type)
     if route_path == "triton":
         dtype = router.dtype_in_triton()

@@ -8,7 +8,7 @@ from torch.types import Device
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.eager import choose
 from moh_vision.attention.kernels.route import LinearRouter, route
-from moh_vision.attention.linear import weight_of
+from moh_vision.attention.linear import plain
 from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
 
@@ -79,10 +79,9 @@ class MoARouter(TopKRouter):
         return self.num_candidates, 0, self.num_routed, gate_form
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
-        weight = weight_of(self.gate, GateLinear)
-        if self.is_noisy or weight is None:
+        if self.is_noisy or not plain(self.gate, GateLinear):
             return None
-        return LinearRouter(weight, *self.settings)
+        return LinearRouter(self.gate.weight, *self.settings)
 
     def macs(self) -> int:
         """Count W_g alone: noise is for training."""

@@ -1,6 +1,7 @@
 """`MoHRouter`: Mixture-of-Head attention, Jin 2024."""
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -92,11 +93,16 @@ class MoHRouter(TopKRouter):
         return budget.candidates, budget.shared, budget.routed, gate_form, balanced
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
+        is_proxy = isinstance(x, torch.fx.Proxy)
         weights = []
         for linear in self.linears:
             weight = weight_of(linear, GateLinear)
             if weight is None:
                 return None
+            if is_proxy:
+                weight = (
+                    linear.weight
+                )  # a proxy too: the graph then reads the module's weight when it runs
             weights.append(weight)
         if not weights:
             weights.append(x.new_zeros((0, x.shape[-1])))

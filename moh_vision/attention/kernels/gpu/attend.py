@@ -29,7 +29,6 @@ from moh_vision.attention.kernels.gpu.blocks import (
     next_power_of_2,
     precision_of,
     row_of,
-    uses_tf32,
 )
 from moh_vision.attention.kernels.gpu.launch import launch
 from moh_vision.attention.kernels.gpu.rows import (
@@ -52,6 +51,7 @@ from moh_vision.attention.kernels.gpu.rows import (
     write_zeros,
     zeros,
 )
+from moh_vision.attention.linear import uses_tf32
 
 # ---- Forward
 

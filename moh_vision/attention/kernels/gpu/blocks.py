@@ -129,15 +129,6 @@ def precision_of(dtype: torch.dtype, tf32: bool) -> str:
     return "tf32" if tf32 else "float32"
 
 
-def uses_tf32() -> bool:
-    """Return whether PyTorch multiplies float32 in tf32 on a GPU.
-
-    This does not call torch.get_float32_matmul_precision, which raises if the precision was set through the newer
-    attribute `fp32_precision`.
-    """
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
 @functools.cache
 def card_of(device: torch.device) -> int:
     """Return the class of a card: SMALL, LARGE or HOPPER."""

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import note_failed_trial
-from moh_vision.attention.kernels.gpu.blocks import uses_tf32
 from moh_vision.attention.kernels.gpu.library import OPS
 from moh_vision.attention.kernels.gpu.route import GATE_FORMS
+from moh_vision.attention.linear import uses_tf32
 from moh_vision.attention.routing import Routing
 from moh_vision.common.errors import class_and_message
 
@@ -189,8 +189,9 @@ def _route(device: torch.device, x_dtype: torch.dtype, weight_dtype: torch.dtype
         x, weight, settings, padding = _router(gate_form)
         x = x.to(device, x_dtype)
         weight = weight.to(device, weight_dtype)
-        router = *settings, _on(device, padding), None, None
-        routed = OPS.route(x, weight, *router)
+        first, *further = _parts(weight, settings)
+        router = *settings, _on(device, padding), *further
+        routed = OPS.route(x, first, *router)
         rows = routed[2]
         leaves = [_exact_leaf(x), _exact_leaf(weight)]
         logits = eager.gate_logits(*leaves)
@@ -199,7 +200,7 @@ def _route(device: torch.device, x_dtype: torch.dtype, weight_dtype: torch.dtype
         outputs = [want.weights, want.stats.probs, logits]
         output_grads = [eighths(t.shape) for t in outputs]
         on_device = [t.to(device) for t in output_grads]
-        grads = OPS.route_backward(*on_device, rows, x, weight, *router)
+        grads = OPS.route_backward(*on_device, rows, x, first, *router)
         exact_grads = torch.autograd.grad(outputs, leaves, [t.double() for t in output_grads])
         for name, *both in zip(("tokens", "the router's weight"), grads, exact_grads):
             yield f"gradients of {name} ({gate_form})", *both
@@ -222,8 +223,10 @@ def _project_and_route(
         given = x, eighths((width, C)) / 8, eighths((width,))
         given = [t.to(device, dtype) for t in given]
         given.append(router_weight.to(device, weight_dtype))
-        router = *settings, _on(device, padding), None, None
-        product, *routed = OPS.project_and_route(x.to(device, exact_dtype), *given, *router)
+        *projection, joint = given
+        first, *further = _parts(joint, settings)
+        inputs = *projection, first, *settings, _on(device, padding), *further
+        product, *routed = OPS.project_and_route(x.to(device, exact_dtype), *inputs)
         rows = routed[2]
         leaves = [_exact_leaf(t) for t in given]
         x, weight, bias, router_weight = leaves
@@ -235,7 +238,7 @@ def _project_and_route(
         outputs = [exact_product, want.weights, want.stats.probs, logits]
         output_grads = [eighths(t.shape) for t in outputs]
         on_device = [output_grads[0].to(device, dtype), *(t.to(device) for t in output_grads[1:])]
-        grads = OPS.project_and_route_backward(*on_device, rows, *given, *router)
+        grads = OPS.project_and_route_backward(*on_device, rows, *inputs)
         exact_grads = torch.autograd.grad(outputs, leaves, [t.double() for t in output_grads])
         names = "tokens", "the weight", "the bias", "the router's weight"
         for name, *both in zip(names, grads, exact_grads):
@@ -299,6 +302,14 @@ def _router(gate_form: str) -> tuple[Tensor, Tensor, tuple, Tensor | None]:
     # Rows of candidates, and with the 2 shared heads their rows and the 2 that balance both groups.
     weight = eighths((CANDIDATES + 2 * shared, C)) / 8
     return eighths((B, N, C)), weight, (CANDIDATES, shared, ROUTED, gate_form), padding
+
+
+def _parts(weight: Tensor, settings: tuple) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the router's weight in the three tensors of the layers of a MoHRouter; `settings` are those of `_router`."""
+    candidates, shared, *_ = settings
+    if not shared:
+        return weight, None, None
+    return weight.split_with_sizes([candidates, shared, 2])
 
 
 def _choose(logits: Tensor, settings: tuple, padding: Tensor | None) -> Routing:

@@ -2,14 +2,16 @@
 
 At each call Triton's own launcher binds the arguments by name, describes every one of them and makes a key of text, to find
 out which compiled kernel fits. That takes 10 to 40 us on the host, and a layer has nine launches in training. `launch` finds
-the compiled kernel by a key of its own, which has more in it than Triton compiles a kernel for: the values of all numbers,
-and for tensors dtype and alignment.
+the compiled kernel by a key of its own. For numbers and constants it has their values, which is more than what Triton compiles a
+kernel for, and for tensors their dtype and alignment.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -41,18 +43,21 @@ def launch(
         numbers: further arguments: int, float and tuples of them.
         **constants: the tl.constexpr parameters, which must be hashable; num_warps and num_stages.
     """
-    if not (KEEPS and isinstance(kernel, JITFunction)):  # in the interpreter it is not
+    # The interpreter's functions are of another class.
+    if not KEEPS or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
         kernel[(programs,)](*tensors, *numbers, **constants)
         return
     device = tensors[0].get_device()
-    key = (kernel.fn, device, numbers, describe(tensors), tuple(constants.items()))
+    # Triton's switches for debugging and for profilers, which change what is compiled.
+    switches = (knobs.runtime.debug, knobs.compilation.instrumentation_mode)
+    key = (kernel.fn, device, switches, numbers, describe(tensors), tuple(constants.items()))
     kept = _kept.get(key)
     if kept is not None:
         compiled, values = kept
         compiled[(programs, 1, 1)](*tensors, *numbers, *values)
         return
     compiled = kernel[(programs,)](*tensors, *numbers, **constants)
-    if compiled is None:  # a hook of Triton compiles it elsewhere
+    if not isinstance(compiled, CompiledKernel):  # it is not compiled yet
         return
     if len(_kept) >= MOST_KEPT:
         _kept.clear()

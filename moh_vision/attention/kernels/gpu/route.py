@@ -22,10 +22,9 @@ from moh_vision.attention.kernels.gpu.blocks import (
     cdiv,
     contiguous_rows,
     next_power_of_2,
-    uses_tf32,
 )
 from moh_vision.attention.kernels.gpu.launch import launch
-from moh_vision.attention.linear import cast
+from moh_vision.attention.linear import cast, uses_tf32
 
 GATE_FORMS = ("released", "paper", "renormalised")
 SMALLEST_GATE = tl.constexpr(1e-30)  # smaller gates become 0

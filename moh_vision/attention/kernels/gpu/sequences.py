@@ -26,9 +26,9 @@ from moh_vision.attention.kernels.gpu.blocks import (
     contiguous_rows,
     next_power_of_2,
     precision_of,
-    uses_tf32,
 )
 from moh_vision.attention.kernels.gpu.launch import launch
+from moh_vision.attention.linear import uses_tf32
 
 # Arguments that kernels are not specialised to, so that other sizes compile nothing.
 SIZES = ["S", "T"]
