@@ -395,7 +395,7 @@ class HeadMixtureAttention(RoutedLayer):
             condition: see `forward`.
 
         Returns:
-            The call with its routing and `product` or `attended`; as it was, if no operator can do it.
+            The call with its routing and `product` or `attended`; if no operator can do it, as it was or with its plan.
         """
         x = call.x
         if call.mode == "traced" or kernels.path(x.device.type) != "triton":

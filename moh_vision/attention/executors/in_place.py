@@ -48,8 +48,8 @@ class InPlace(Executor):
     @classmethod
     def attends_product(cls, prepared: bool) -> bool:
         # A subclass that attends in its own way must be asked.
-        own = cls.project is InPlace.project and cls.attend is InPlace.attend
-        return prepared and own
+        inherited = cls.project is InPlace.project and cls.attend is InPlace.attend
+        return prepared and inherited
 
     def __init__(self, layer: nn.Module, call: Call, prepared: bool):
         super().__init__(layer, call)

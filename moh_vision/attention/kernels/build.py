@@ -137,7 +137,12 @@ def _runs_triton() -> bool:
 @torch.compiler.assume_constant_result  # the result, like the path, does not change in a process
 def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
     """Return whether a Triton kernel computes the same as PyTorch on a device, see `gpu.check.works`."""
-    return _gpu_check().works(kernel, device, *dtypes)
+    global _failed_trials
+    answer = _gpu_check().works(kernel, device, *dtypes)
+    if answer is None:
+        _failed_trials += 1
+        return False
+    return answer
 
 
 @functools.cache  # an import statement takes a microsecond at each call of a layer
@@ -150,12 +155,6 @@ def _gpu_check() -> ModuleType:
 def failed_trials() -> int:
     """Return how often a kernel could not be tried in this process, for want of memory for example; see `works`."""
     return _failed_trials
-
-
-def note_failed_trial() -> None:
-    """Count a kernel that could not be tried."""
-    global _failed_trials
-    _failed_trials += 1
 
 
 @torch.compiler.assume_constant_result  # the path does not change in a process

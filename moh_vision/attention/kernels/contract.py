@@ -150,9 +150,8 @@ def differentiate(
         inputs = list(ctx.values)
         for i, value in zip(ctx.indices, saved):
             inputs[i] = value
-        outputs = list(
-            saved[len(ctx.indices) :]
-        )  # the kept outputs, which were saved after the inputs
+        # The kept outputs were saved after the inputs.
+        outputs = list(saved[len(ctx.indices) :])
         if torch.is_grad_enabled():
             function = oracle
             if reads_outputs:

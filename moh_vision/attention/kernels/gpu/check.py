@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.build import note_failed_trial
 from moh_vision.attention.kernels.gpu.library import OPS
 from moh_vision.attention.kernels.gpu.route import GATE_FORMS
 from moh_vision.attention.linear import uses_tf32
@@ -71,11 +70,11 @@ def problem(device: str = "cuda") -> str | None:
     return None
 
 
-def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
+def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool | None:
     """Return whether a kernel computes the same as PyTorch on a device.
 
     The kernel is tried once for a device and dtypes. A WARNING says what is wrong. An error that says nothing about the
-    kernel, such as a GPU without free memory, returns False too, but the kernel is tried again at the next call.
+    kernel, such as a GPU without free memory, returns None, and the kernel is tried again at the next call.
 
     Args:
         kernel: a name in KERNELS.
@@ -87,9 +86,8 @@ def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
     try:
         return _tried(kernel, device, dtypes, uses_tf32())
     except CannotTry as error:
-        note_failed_trial()
         _warn(kernel, device, dtypes, f"{error}; it is tried again later")
-        return False
+        return None
 
 
 class CannotTry(Exception):
