@@ -273,20 +273,20 @@ def _of_bias_and_router(dbias, drouter, inputs):
 
     drouter: gradient of all rows of the router's weight.
     """
-    _exact, _, _, bias, router_weight, *others, second, third = inputs
+    _exact, _, _, bias, router_weight, *settings, second, third = inputs
     if bias is None:
         dbias = None
     first, *further = gradients_of_parts(drouter, router_weight, second, third)
-    return dbias, first, *[None] * len(others), *further
+    return dbias, first, *[None] * len(settings), *further
 
 
-def _project_and_route_oracle(outputs, _exact, x, *others):
+def _project_and_route_oracle(outputs, _exact, x, *weights_and_settings):
     """Project and route in PyTorch, with the router's outputs that the operator saved.
 
     The tokens of the router, `_exact`, were not saved, and the router's outputs for the rounded tokens x might choose
     other heads.
     """
-    return _projected_and_routed(outputs, x, x, *others)
+    return _projected_and_routed(outputs, x, x, *weights_and_settings)
 
 
 def _projected_and_routed(outputs, read, x, weight, bias, router_weight, *router):
@@ -362,15 +362,15 @@ def _route_and_attend_gradients(grads, inputs, outputs):
     return None, dx, dweight, *_of_bias_and_router(dbias, drouter, inputs)
 
 
-def _route_and_attend_oracle(outputs, _exact, x, *others):
+def _route_and_attend_oracle(outputs, _exact, x, *weights_and_settings):
     """Project, route and attend in PyTorch, with the router's outputs and the pairs that the operator saved."""
-    return _attended(outputs, x, x, *others)
+    return _attended(outputs, x, x, *weights_and_settings)
 
 
-def _attended(outputs, read, x, *others):
+def _attended(outputs, read, x, *weights_and_settings):
     """Do as `_route_and_attend_oracle` where the router reads `read`."""
     _, _, rows, _, _, token, offsets = outputs
-    *of_router, kv_heads, is_causal, mask, second, third = others
+    *of_router, kv_heads, is_causal, mask, second, third = weights_and_settings
     product, weights, active, exact, probs = _projected_and_routed(
         [rows], read, x, *of_router, second, third
     )
@@ -409,9 +409,10 @@ differentiate(
 # ---- the same for one choice of each sequence
 
 
-def _fake_sequences_backward(do, dweights, dprobs, drows, saved, read, x, *others):
+def _fake_sequences_backward(
+    do, dweights, dprobs, drows, saved, read, x, weight, bias, router_weight, *settings
+):
     _, _, rows, *_ = saved
-    weight, bias, router_weight, *_ = others
     return read.new_empty(read.shape), *_fake_gradients(x, weight, bias, router_weight, rows)
 
 
