@@ -149,8 +149,11 @@ def routing(D: int, M: int, backend) -> dict:
         routed=2,
         padding=torch.rand(B, N, device=backend.device) < 0.3,
     )
-    form = "gate_form" if backend.path == "triton" else "kind"
-    router[form] = "released"
+    if backend.path == "triton":  # the rows of the balance lie in a tensor of their own
+        weight = draw(backend, CANDIDATES, C)
+        router.update(gate_form="released", weight=weight, second=draw(backend, 2, C), third=None)
+    else:
+        router.update(kind="released")
     weights, _, router_outputs, probs = operators.route(**router)[:4]
     gradients = dict(
         dweights=torch.randn_like(weights),
