@@ -47,7 +47,13 @@ AROUND = {
     "_weigh_kernel",
     "_weigh_backward_kernel",
 }
-OF_SEQUENCES = {"_plan_kernel", "_rows_kernel", "_columns_kernel"}
+OF_SEQUENCES = {
+    "_plan_kernel",
+    "_rows_kernel",
+    "_columns_kernel",
+    "_slice_rows_kernel",
+    "_slice_columns_kernel",
+}
 # Hidden channels of a group: an eighth of those of small models and of DiT-XL, and widths that divide otherwise.
 GROUP_WIDTHS = 72, 192, 288, 384, 512, 576
 
@@ -113,7 +119,8 @@ def test_groups_of_sequences():
             {kernel["hash"] for kernel in kernels if kernel["task"][1:] == [*case, K]}
             for K in (3, 5)
         ]
-        assert len(hashes[0]) == len(OF_SEQUENCES)
+        # In 16 bits weights are sliced in their dtype, and in float32.
+        assert len(hashes[0]) == len(OF_SEQUENCES) + 2 * case[2].endswith("16")
         assert hashes[0] == hashes[1]
 
 
@@ -287,6 +294,10 @@ def of_groups(D, dtype, K=3, G=8, C=1152, tokens=200):
     weight = torch.zeros(G * D, C).to(dtype)
     hidden = OPS.project_groups(x, weight, weight[:, 0].contiguous(), heads, index)
     OPS.combine_heads(hidden, weight.t().contiguous(), weight[0], gates, index)
+    for weight_dtype in {dtype, torch.float32}:
+        of_one = weight.to(weight_dtype)
+        OPS.slice_rows(of_one, of_one[:, 0].contiguous(), index[:1], 1, x)
+        OPS.slice_columns(of_one.t().contiguous(), gates[:1], index[:1], x)
 
 
 def ones():

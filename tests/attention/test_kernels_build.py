@@ -499,7 +499,7 @@ def test_the_command_compares_all_kernels_on_a_gpu(replaced, monkeypatch, capsys
     for line in kernels_said:
         kernel, numbers, text = re.split(" {2,}", line)
         said[kernel, numbers] = text
-    names = "route", "project_and_route", "weigh", "attend, D = 16", "attend, D = 24"
+    names = "route", "project_and_route", "weigh", "slice", "attend, D = 16", "attend, D = 24"
     every = {(name, numbers) for name in names for numbers in ("float16", "float32", "tf32")}
     assert said.keys() == every | {("pairs", "any")}
     for (kernel, numbers), text in said.items():

@@ -32,8 +32,8 @@ def test_the_kernel_and_the_arguments_are_those_of_triton():
     report = json.loads(result.stdout)
     assert report["different"] == []
     assert report["through_triton_again"] == 0
-    # Forward and backward of routing, of attention and of products with gates, the list, and three of whole sequences.
-    assert len(report["kernels"]) == 14
+    # Forward and backward of routing, of attention and of products with gates, the list, and five of whole sequences.
+    assert len(report["kernels"]) == 16
     assert report["compiled"] > 2 * len(report["kernels"])  # for dtypes, alignments, sizes of one
 
 
@@ -81,6 +81,9 @@ def operators(dtype, batch, tokens, offset):
     plan = sequences.plan(choice[:, :1], weights[:, :1], 2, D)
     q, _, _ = sequences.project(x, draw(3 * H * D, C), None, *plan)
     sequences.combine(q, draw(C, H * D), None, plan[1], plan[2])
+    weight = at_address(torch.randn(3 * H * D, C), offset)
+    sequences.slice_rows(weight, weight[:, 0], plan[2][:1], 3, x)
+    sequences.slice_columns(draw(C, H * D), plan[1][:1], plan[2][:1], x)
 
 
 def described(arguments):

@@ -5,11 +5,18 @@ import itertools
 import pytest
 import torch
 
-from moh_vision.attention import GroupMixtureMlp, HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention import (
+    GroupMixtureMlp,
+    HeadBudget,
+    HeadMixtureAttention,
+    SeparateHeadMixtureAttention,
+    kernels,
+)
 from moh_vision.attention.executors import Reference
 from moh_vision.attention.executors.groups import AllGroups, GroupsOfSequences, ReferenceGroups
 from moh_vision.attention.executors.products import (
     GatheredProducts,
+    KernelSlicedProducts,
     LookedUpProducts,
     SlicedProducts,
 )
@@ -163,7 +170,8 @@ GROUPS_TAKEN = {
     "training": (128, torch.float32, True, None, None),
     "float64": (128, torch.float64, False, None, None),
     "tiles half empty": (197, torch.float32, False, None, None),
-    "one choice": (7, torch.float32, False, (C,), SlicedProducts),
+    "one choice": (7, torch.float32, False, (C,), KernelSlicedProducts),
+    "one choice in 16 bits": (7, torch.float16, False, (C,), KernelSlicedProducts),
     "one choice in training": (7, torch.float32, True, (C,), SlicedProducts),
     "one choice in float64": (7, torch.float64, False, (C,), SlicedProducts),
 }
@@ -238,6 +246,67 @@ def test_looked_up_in_a_layer(options, triton):
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "dtype, autocast, bias",
+    [
+        (torch.float32, False, True),
+        (torch.float32, False, False),
+        (torch.float32, True, True),
+        (torch.float16, False, True),
+    ],
+)
+@pytest.mark.parametrize("case", ["joint", "separate", "a context", "groups"])
+def test_weights_sliced_by_kernels_are_those_of_pytorch(case, dtype, autocast, bias, triton):
+    """Bit for bit, for heads of a width that no block divides, and for a wide MLP."""
+    budget = HeadBudget(5, 24, 1, 2)
+    options = dict(dtype=dtype, device=DEVICE)
+    if case == "groups":
+        layer = GroupMixtureMlp(96, HeadBudget(5, 200, 1, 2), bias=bias, **options)
+    else:
+        layer_class = HeadMixtureAttention
+        if case == "separate":
+            layer_class = SeparateHeadMixtureAttention
+        options.update(qkv_bias=bias, proj_bias=bias, scope="sample")
+        layer = layer_class(96, budget, **options)
+    for p in layer.router.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(2, 37, 96, **{key: options[key] for key in ("dtype", "device")})
+    condition = torch.randn(96, dtype=dtype, device=DEVICE)
+    with torch.no_grad(), torch.autocast(DEVICE, torch.float16, enabled=autocast):
+        routing = layer.route(x, condition=condition)
+        routing = routing[0] if case != "groups" else routing
+        call = Call(x.half() if autocast else x, routing)
+        results = []
+        for products in (KernelSlicedProducts(layer, call), SlicedProducts(layer, call)):
+            tokens = call.x
+            if case == "groups":
+                hidden = products.linear(tokens, layer.fc1.weight, layer.fc1.bias)
+                projected = [hidden]
+                output = layer.fc2
+            else:
+                context = tokens.flip(0) if case == "a context" else tokens
+                projected = products.project(tokens, context)
+                output = layer.proj
+            bias_of_output = output.bias
+            if bias_of_output is not None:
+                bias_of_output = bias_of_output.to(tokens.dtype)
+            y = products.combine(projected[-1], output.weight, bias_of_output)
+            results.append((products.heads.long(), *projected, y))
+    assert all(map(torch.equal, *results))
+    assert results[0][-1].dtype == call.x.dtype and results[0][-1].any()
+
+
+def test_one_choice_launches_few_kernels(triton):
+    """The list of heads, rows and columns of the weights; nothing else but the router and PyTorch's two products."""
+    for layer in (
+        build((2, 2), scope="sample", executor="packed").to(DEVICE).eval(),
+        GroupMixtureMlp(C, HeadBudget(4, 12, 1, 1), executor="packed", device=DEVICE).eval(),
+    ):
+        with torch.no_grad(), Launched() as launched:
+            layer(torch.randn(2, 7, C, device=DEVICE), condition=torch.randn(C, device=DEVICE))
+        assert launched.names == ["route", "plan", "slice_rows", "slice_columns"]
+
+
 def test_opcheck(triton):
     active = torch.tensor([[[True, True, False]], [[False, True, True]]], device=DEVICE)
     weights = torch.rand(2, 1, 3, device=DEVICE) * active
@@ -249,6 +318,10 @@ def test_opcheck(triton):
     bias = torch.randn(72, device=DEVICE)
     torch.library.opcheck(triton.project_heads.default, (x, weight, bias, *plan))
     torch.library.opcheck(triton.project_groups.default, (x, weight[:24], None, plan[0], plan[2]))
+    of_one = triton.plan(active[:1], weights[:1], 2, 8)
+    for given in (bias, None):
+        torch.library.opcheck(triton.slice_rows.default, (weight, given, of_one[2], 3, x))
+    torch.library.opcheck(triton.slice_columns.default, (weight[:24], *of_one[1:], x))
     for gates in (None, plan[1]):
         torch.library.opcheck(triton.combine_heads.default, (o, weight[:24], None, gates, plan[2]))
 

@@ -1,4 +1,4 @@
-"""Products of tokens with the weights of the heads that each sequence runs: three classes, of which an executor picks one.
+"""Products of tokens with the weights of the heads that each sequence runs: four classes, of which an executor picks one.
 
 Each is constructed for one call, and has `heads` [B or 1, K] (indices of the heads that it computes), `project` for queries,
 keys and values, `linear`, one product with the rows of these heads, and `combine`. The heads of a `GroupMixtureMlp` are
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.signature import Signature
+from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.linear import cast_bias, in_float, without_autocast
 from moh_vision.attention.routing import Call, Routing
 
@@ -89,6 +90,41 @@ class SlicedProducts:
         weight = weight.unflatten(1, (self.layer.num_heads, -1)).index_select(1, heads)  # [C, K, D]
         weight = (weight * gates[:, None]).flatten(1)
         return F.linear(o.flatten(2), weight.to(o.dtype), bias)
+
+
+class KernelSlicedProducts(SlicedProducts):
+    """`SlicedProducts` on a GPU, without gradients: three kernels slice the weights, where PyTorch needs twenty.
+
+    See `kernels.slice_rows` and `kernels.slice_columns`.
+    """
+
+    def __init__(self, layer: nn.Module, call: Call):
+        self.layer = layer
+        self.call = call
+        routing = call.routing
+        gates = in_float(routing.weights)
+        self.plan = kernels.plan_heads(routing.active, gates, most_heads(routing), layer.head_dim)
+        self.heads = self.plan[0]  # [1, K]
+        self.x = call.x
+
+    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [B, N, C] and context [B, M, C], which may be x, to q [B, N, K, D], k and v [B, M, K, D]."""
+        if context is not x or self.layer.joint_weight() is None:
+            return super().project(x, context)
+        qkv = self.layer.qkv
+        weight, bias = kernels.slice_rows(qkv.weight, qkv.bias, self.plan, 3, x)
+        q, k, v = F.linear(x, weight, bias).unflatten(-1, (3, self.heads.shape[1], -1)).unbind(-3)
+        return q, k, v
+
+    def slice(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `SlicedProducts.slice`; `dtype` is that of the call's tokens."""
+        return kernels.slice_rows(weight, bias, self.plan, 1, self.x)
+
+    def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Weigh and project o [B, N, K, D] to y [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
+        return F.linear(o.flatten(2), kernels.slice_columns(weight, self.plan, o), bias)
 
 
 class LookedUpProducts:
@@ -221,6 +257,10 @@ def products_of(signature: Signature, not_looked_up: str) -> type[Products]:
         not_looked_up: why `LookedUpProducts` cannot run them; "" where they can.
     """
     if signature.one_weight():
+        s = signature
+        on_gpu = s.path == "triton" and s.mode != "traced" and s.dtype in DTYPES
+        if on_gpu and not s.gradients and kernels.works("slice", s.device, s.dtype):
+            return KernelSlicedProducts
         return SlicedProducts
     if not not_looked_up:
         return LookedUpProducts

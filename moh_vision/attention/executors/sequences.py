@@ -31,8 +31,9 @@ class PreparedSequences(NamedTuple):
 class Sequences(Executor):
     """Computes K heads for every sequence. A sequence with fewer active heads also computes some heads of weight 0.
 
-    The products with the weights of these heads are made in one of three forms: `SlicedProducts` where one choice serves all
-    sequences, `LookedUpProducts` on a GPU in inference, `GatheredProducts` elsewhere.
+    The products with the weights of these heads are made in one of four forms: `SlicedProducts` where one choice serves all
+    sequences, on a GPU in inference `KernelSlicedProducts`, `LookedUpProducts` on a GPU in inference, `GatheredProducts`
+    elsewhere.
     """
 
     def __init__(self, layer: nn.Module, call: Call, prepared: PreparedSequences):

@@ -254,6 +254,37 @@ def combine_heads(
     return call("moh_vision_triton::combine_heads", o, weight, bias, gates, index)
 
 
+def slice_rows(
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: tuple[Tensor, Tensor, Tensor],
+    parts: int,
+    x: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of a weight and a bias for the heads that all sequences run, [parts * K * D, C] and [parts * K * D].
+
+    Args:
+        weight, bias: [parts * H * D, C], and [parts * H * D] or None, of all heads.
+        plan: see `plan_heads`, of one sequence.
+        parts: 3 for queries, keys and values, else 1.
+        x: tokens, whose dtype the results have.
+    """
+    _, _, index = plan
+    sliced, sliced_bias = call("moh_vision_triton::slice_rows", weight, bias, index, parts, x)
+    if bias is None:
+        return sliced, None
+    return sliced, sliced_bias
+
+
+def slice_columns(weight: Tensor, plan: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
+    """Return the columns of a weight [C, H * D] for the heads that all sequences run, times their gates: [C, K * D].
+
+    plan, x: see `slice_rows`.
+    """
+    _, gates, index = plan
+    return call("moh_vision_triton::slice_columns", weight, gates, index, x)
+
+
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
     """Multiply outputs of all heads by weights: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D].
 

@@ -1,6 +1,7 @@
 """Find out which Triton kernels work on this machine's GPU.
 
-On a GPU a model calls three operators without any measurement: `route`, `project_and_route` and `weigh`. So each of them
+On a GPU a model calls operators without any measurement: `route`, `project_and_route`, `weigh`, and those that slice weights for
+one choice of all sequences. So each of them
 is compared with PyTorch, forward and backward, before its first call with given dtypes. PyTorch takes the place of an
 operator that fails or differs; the other operators run. `moh_vision.attention.measure` compares attention itself.
 """
@@ -261,6 +262,30 @@ def _weigh(device: torch.device, dtype: torch.dtype, weights_dtype: torch.dtype)
         yield from zip(("gradients of outputs", "gradients of gates"), grads, exact_grads)
 
 
+def _slice(device: torch.device, dtype: torch.dtype) -> Compared:
+    """Compare `plan`, `slice_rows` and `slice_columns`, for tokens in `dtype` and weights in it and in float32."""
+    width = 24
+    runs = torch.tensor([True, False, True, False, True])
+    heads = len(runs)
+    gates = (torch.arange(heads) + 1) / 8
+    of_channels = runs.repeat_interleave(width)
+    plan = OPS.plan(
+        runs.view(1, 1, heads).to(device), (gates * runs).view(1, 1, heads).to(device), 3, width
+    )
+    x = torch.empty(0, device=device, dtype=dtype)
+    for weight_dtype in {dtype, torch.float32}:
+        weight = (eighths((3 * heads * width, C)) / 8).to(device, weight_dtype)
+        bias = eighths((3 * heads * width,)).to(device, weight_dtype)
+        rows, of_bias = OPS.slice_rows(weight, bias, plan[2], 3, x)
+        here = of_channels.repeat(3)
+        yield "rows of a weight", rows, weight.to(dtype).cpu()[here]
+        yield "rows of a bias", of_bias, bias.to(dtype).cpu()[here]
+        output = weight[: heads * width].t()
+        columns = OPS.slice_columns(output, plan[1], plan[2], x)
+        want = output.cpu().double() * gates.repeat_interleave(width)
+        yield "columns of a weight", columns, want[:, of_channels]
+
+
 def _pairs(device: torch.device) -> Compared:
     """Compare `pairs`, with and without the number of heads per token."""
     heads = 5
@@ -281,6 +306,7 @@ KERNELS: dict[str, Callable[..., Compared]] = {
     "route": _route,
     "project_and_route": _project_and_route,
     "weigh": _weigh,
+    "slice": _slice,
 }
 
 

@@ -505,6 +505,18 @@ def _fake_project_groups(x, weight, bias, heads, index):
     return x.new_empty(S, T, K, index.shape[1] // K)
 
 
+def _fake_slice_rows(weight, bias, index, parts, x):
+    rows = parts * index.shape[1]
+    of_bias = 0
+    if bias is not None:
+        of_bias = rows
+    return x.new_empty(rows, weight.shape[1]), x.new_empty(of_bias)
+
+
+def _fake_slice_columns(weight, gates, index, x):
+    return x.new_empty(weight.shape[0], index.shape[1])
+
+
 def _fake_combine_heads(o, weight, bias, gates, index):
     return o.new_empty(*o.shape[:2], weight.shape[0])
 
@@ -529,4 +541,14 @@ define(
     "combine_heads(Tensor o, Tensor weight, Tensor? bias, Tensor? gates, Tensor index) -> Tensor",
     sequences.combine,
     _fake_combine_heads,
+)
+define(
+    "slice_rows(Tensor weight, Tensor? bias, Tensor index, int parts, Tensor x) -> (Tensor, Tensor)",
+    sequences.slice_rows,
+    _fake_slice_rows,
+)
+define(
+    "slice_columns(Tensor weight, Tensor gates, Tensor index, Tensor x) -> Tensor",
+    sequences.slice_columns,
+    _fake_slice_columns,
 )

@@ -90,6 +90,7 @@ def comparisons(
         "route": [(dtype, dtype), (dtype, full)],
         "project_and_route": [(dtype, dtype, dtype), (full, dtype, full)],
         "weigh": [(dtype, full)],
+        "slice": [(dtype,)],
     }
     kernels = [
         (kernel, dtype_name, [partial(check.compare, kernel, device, *call) for call in set(tried)])

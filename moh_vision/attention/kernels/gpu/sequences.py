@@ -10,6 +10,8 @@ The gate g of a head multiplies its values: softmax(q k) (g v) = g softmax(q k) 
 heads that have one product instead of three. An activation stands between it and the gate, so that their gates multiply
 what the product of the output reads.
 
+One choice for all sequences needs no looking up: the weight is sliced once, and PyTorch multiplies.
+
 This is for inference only. In training, on an H100 and with half of the heads of ViT-B, the gradient of x would take 1.3
 times and that of the weight 2.7 times as long as PyTorch's product for all heads (docs/results/speed.md).
 """
@@ -62,6 +64,8 @@ COLUMNS = {
     "tf32": ProductBlock(128, 64, 32, 8, 3),
     "float32": ProductBlock(32, 32, 32, 4, 1),
 }
+# The block of the kernels that slice a weight; they multiply nothing.
+SLICE = ProductBlock(rows=16, columns=128, inner=0, warps=4, stages=1)
 
 
 # ---- Plan
@@ -349,3 +353,101 @@ def combine(
         options.update(EVEN=K * D % block.inner == 0, **_options(block, o.dtype))
         launch(_columns_kernel, programs, tensors, (S, T, C, K * D, weight.stride(0)), **options)
     return y
+
+
+# ---- One choice for all sequences: a smaller weight, for PyTorch's products
+
+
+@triton.jit(do_not_specialize=["rows", "R"])
+def _slice_rows_kernel(
+    weight, bias, index, rows_out, bias_out, rows, R, C, all_rows, w_row,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A program copies BLOCK_R x BLOCK_C elements: row p * R + i of the result is row p * all_rows + index[i] of the weight."""
+    columns = tl.cdiv(C, BLOCK_C)
+    row = (tl.program_id(0) // columns) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = (tl.program_id(0) % columns) * BLOCK_C + tl.arange(0, BLOCK_C)
+    exists = row < rows
+    source = (row // R) * all_rows + tl.load(index + row % R, mask=exists, other=0)
+    source = source.to(tl.int64)
+    here = exists[:, None] & (c < C)[None, :]
+    tile = tl.load(weight + source[:, None] * w_row + c[None, :], mask=here, other=0.0)
+    to = row.to(tl.int64)[:, None] * C + c[None, :]
+    tl.store(rows_out + to, tile.to(rows_out.dtype.element_ty), mask=here)
+    if bias is not None:
+        if tl.program_id(0) % columns == 0:
+            of_bias = tl.load(bias + source, mask=exists, other=0.0)
+            tl.store(bias_out + row, of_bias.to(bias_out.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["J"])
+def _slice_columns_kernel(
+    weight, gates, index, out, C, J, D, w_row, BLOCK_C: tl.constexpr, BLOCK_J: tl.constexpr
+):  # fmt: skip
+    """A program copies BLOCK_C x BLOCK_J elements: column j of the result is column index[j] of the weight times gates[j // D]."""
+    columns = tl.cdiv(J, BLOCK_J)
+    c = (tl.program_id(0) // columns) * BLOCK_C + tl.arange(0, BLOCK_C)
+    j = (tl.program_id(0) % columns) * BLOCK_J + tl.arange(0, BLOCK_J)
+    column = tl.load(index + j, mask=j < J, other=0)
+    gate = tl.load(gates + j // D, mask=j < J, other=0.0)
+    here = (c < C)[:, None] & (j < J)[None, :]
+    row = c.to(tl.int64)[:, None]
+    tile = tl.load(weight + row * w_row + column[None, :], mask=here, other=0.0)
+    weighted = tile.to(tl.float32) * gate[None, :]
+    tl.store(out + row * J + j[None, :], weighted.to(out.dtype.element_ty), mask=here)
+
+
+def slice_rows(
+    weight: Tensor, bias: Tensor | None, index: Tensor, parts: int, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of a weight and a bias for the heads that all sequences run, in the dtype of the tokens.
+
+    Args:
+        weight, bias: [parts * H * D, C], and [parts * H * D] or None, of all heads; each part has the rows of every head.
+        index: of the only sequence of a plan [1, K * D], see `plan`.
+        parts: number of parts, 3 for queries, keys and values.
+        x: tokens, of which the dtype alone is used.
+
+    Returns:
+        [parts * K * D, C], and [parts * K * D] or an empty tensor.
+    """
+    weight = contiguous_rows(weight)
+    C = weight.shape[1]
+    R = index.shape[1]
+    rows = parts * R
+    sliced = x.new_empty(rows, C)
+    sliced_bias = x.new_empty(0)
+    if bias is not None:
+        sliced_bias = x.new_empty(rows)
+        bias = bias.contiguous()
+    programs = cdiv(rows, SLICE.rows) * cdiv(C, SLICE.columns)
+    if programs:
+        tensors = (weight, bias, index, sliced, sliced_bias)
+        numbers = (rows, R, C, weight.shape[0] // parts, weight.stride(0))
+        blocks = dict(BLOCK_R=SLICE.rows, BLOCK_C=SLICE.columns, num_warps=SLICE.warps)
+        launch(_slice_rows_kernel, programs, tensors, numbers, **blocks)
+    return sliced, sliced_bias
+
+
+def slice_columns(weight: Tensor, gates: Tensor, index: Tensor, x: Tensor) -> Tensor:
+    """Return the columns of a weight for the heads that all sequences run times their gates, in the dtype of the tokens.
+
+    Args:
+        weight: [C, H * D], of all heads.
+        gates, index: of the only sequence of a plan, [1, K] and [1, K * D], see `plan`.
+        x: tokens, of which the dtype alone is used.
+
+    Returns:
+        [C, K * D].
+    """
+    weight = contiguous_rows(weight)
+    C = weight.shape[0]
+    J = index.shape[1]
+    sliced = x.new_empty(C, J)
+    programs = cdiv(C, SLICE.rows) * cdiv(J, SLICE.columns)
+    if programs:
+        numbers = (C, J, J // gates.shape[1], weight.stride(0))
+        blocks = dict(BLOCK_C=SLICE.rows, BLOCK_J=SLICE.columns, num_warps=SLICE.warps)
+        tensors = (weight, gates, index, sliced)
+        launch(_slice_columns_kernel, programs, tensors, numbers, **blocks)
+    return sliced
