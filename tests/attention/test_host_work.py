@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention
+from moh_vision.attention import GroupMixtureMlp, HeadBudget, HeadMixtureAttention
 from moh_vision.attention.executors import Sequences
 from moh_vision.attention.losses import RoutedTask
 from moh_vision.classification.task import ClassificationTask
@@ -25,6 +25,8 @@ LAYERS = {
     ("packed", "sample", False): (4, 4),
     ("packed", "sample", True): (33, 9),
 }
+# The same of a layer whose choice is one for all sequences, in inference: operators that launch something.
+ONE_CHOICE = {"attention": (7, 4), "mlp": (7, 4)}
 # They return a part of a tensor or another shape of it, and launch nothing.
 VIEWS = {
     "_unsafe_view",
@@ -102,6 +104,28 @@ def test_a_layer_launches_few_kernels(executor, scope, training, kernels_launche
         call()
     operators, kernels = LAYERS[executor, scope, training]
     assert len(count.names) <= operators + 2 * training, count.names  # the sum, and its gradient
+    assert len(kernels_launched) == kernels, kernels_launched
+
+
+@pytest.mark.parametrize("name", ONE_CHOICE)
+def test_one_choice_launches_few_operators(name, kernels_launched):
+    budget = HeadBudget(heads=4, head_dim=C // 4, shared=1, routed=1)
+    if name == "mlp":
+        layer = GroupMixtureMlp(C, budget, executor="packed").eval()
+    else:
+        layer = layer_of("packed", "sample").eval()
+    x, condition = torch.randn(2, 16, C), torch.randn(C)
+
+    def call():
+        with torch.no_grad():
+            layer(x, condition=condition)
+
+    call()
+    kernels_launched.clear()
+    with Count() as count:
+        call()
+    operators, kernels = ONE_CHOICE[name]
+    assert len(count.launches) <= operators, count.launches
     assert len(kernels_launched) == kernels, kernels_launched
 
 

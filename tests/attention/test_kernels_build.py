@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention import GroupMixtureMlp, HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention.executors.products import KernelSlicedProducts, SlicedProducts
 from moh_vision.attention.kernels import build as building
 from moh_vision.attention.kernels.__main__ import main
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.kernels.route import route as route_tokens
+from moh_vision.attention.routing import Call
 from tests.support.attend_backends import Launched
 from tests.support.processes import FORKS
 from tests.support.refusals import assert_says, refuse, refused
@@ -399,6 +401,32 @@ def test_a_plan_that_was_made_without_memory_is_made_again(check, replaced, capl
     full.clear()
     for _ in range(2):
         assert output_and_launches(layer, x)[1] == ["route_and_attend"]
+
+
+def test_slices_that_are_wrong_are_left_to_pytorch(check, replaced, caplog):
+    memory = []
+
+    def slice_rows(operator, *given):
+        if not memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        rows, bias = operator(*given)
+        return rows.flip(0) if memory == ["wrong"] else rows, bias
+
+    def products():
+        layer = GroupMixtureMlp(32, HeadBudget(4, 16, 1, 1), executor="packed", device="cpu")
+        x = torch.randn(2, 9, 32)
+        with torch.no_grad():
+            executor = layer.make_executor(Call(x, layer.route(x, torch.randn(32))))
+        return type(executor.products)
+
+    replaced("slice_rows", slice_rows)
+    assert products() is SlicedProducts
+    memory.append("right")
+    assert products() is KernelSlicedProducts
+    memory[:] = ["wrong"]
+    check._tried.cache_clear()
+    assert products() is SlicedProducts
+    assert "slice on cpu in float32 (rows of a weight: " in caplog.messages[-1]
 
 
 def first_call(layer, x, where):

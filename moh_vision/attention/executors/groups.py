@@ -122,7 +122,7 @@ class GroupPairs(Executor):
 
 
 class GroupsOfSequences(Executor):
-    """Groups of every sequence by products with the weights of these groups alone, in the three forms of `Sequences`."""
+    """Groups of every sequence by products with the weights of these groups alone, in the forms of `Sequences`."""
 
     def __init__(self, layer: nn.Module, call: Call, prepared: type[Products]):
         # Tokens are cast once for both products.
@@ -144,7 +144,7 @@ class GroupsOfSequences(Executor):
 
     @staticmethod
     def pays_up_to(signature: Signature) -> float:
-        # Slices of weights are small beside the products that they save; the other two forms are measured first.
+        # Slices of weights are small beside the products that they save; the other forms are measured first.
         if signature.one_weight() and signature.device.type == "cpu":
             return known.share_of_sliced()
         return 0.0

@@ -93,7 +93,7 @@ class SlicedProducts:
 
 
 class KernelSlicedProducts(SlicedProducts):
-    """`SlicedProducts` on a GPU, without gradients: three kernels slice the weights, where PyTorch needs twenty.
+    """`SlicedProducts` on a GPU, without gradients: one kernel a weight, where PyTorch has an operator for every step.
 
     See `kernels.slice_rows` and `kernels.slice_columns`.
     """
@@ -105,7 +105,6 @@ class KernelSlicedProducts(SlicedProducts):
         gates = in_float(routing.weights)
         self.plan = kernels.plan_heads(routing.active, gates, most_heads(routing), layer.head_dim)
         self.heads = self.plan[0]  # [1, K]
-        self.x = call.x
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, N, C] and context [B, M, C], which may be x, to q [B, N, K, D], k and v [B, M, K, D]."""
@@ -119,8 +118,11 @@ class KernelSlicedProducts(SlicedProducts):
     def slice(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """See `SlicedProducts.slice`; `dtype` is that of the call's tokens."""
-        return kernels.slice_rows(weight, bias, self.plan, 1, self.x)
+        """See `SlicedProducts.slice`."""
+        like = self.call.x
+        if like.dtype != dtype:
+            like = like.new_empty(0, dtype=dtype)
+        return kernels.slice_rows(weight, bias, self.plan, 1, like)
 
     def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Weigh and project o [B, N, K, D] to y [B, N, C], with weight [C, H*D] of all heads and bias [C]."""

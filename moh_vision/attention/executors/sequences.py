@@ -31,9 +31,9 @@ class PreparedSequences(NamedTuple):
 class Sequences(Executor):
     """Computes K heads for every sequence. A sequence with fewer active heads also computes some heads of weight 0.
 
-    The products with the weights of these heads are made in one of four forms: `SlicedProducts` where one choice serves all
-    sequences, on a GPU in inference `KernelSlicedProducts`, `LookedUpProducts` on a GPU in inference, `GatheredProducts`
-    elsewhere.
+    The products with the weights of these heads are made in one of four forms: where one choice serves all sequences,
+    `KernelSlicedProducts` on a GPU in inference and `SlicedProducts` elsewhere; where it does not, `LookedUpProducts` on a
+    GPU in inference and `GatheredProducts` elsewhere.
     """
 
     def __init__(self, layer: nn.Module, call: Call, prepared: PreparedSequences):

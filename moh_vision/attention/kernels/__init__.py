@@ -187,7 +187,7 @@ def fills_tiles(tokens: int) -> bool:
 def plan_heads(
     active: Tensor, weights: Tensor, count: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepare `project_heads`, `project_groups` and `combine_heads` for the heads that each sequence runs.
+    """Prepare the products below, and slices of weights, for the heads that each sequence runs.
 
     Args:
         active, weights: [B, 1, H].
@@ -195,7 +195,7 @@ def plan_heads(
         head_dim: D.
 
     Returns:
-        The heads that run [B, K], and two tensors that only these three functions read.
+        The heads that run [B, K], and two tensors that only the functions below read.
     """
     return call("moh_vision_triton::plan", active, weights, count, head_dim)
 
@@ -264,12 +264,15 @@ def slice_rows(
     """Return the rows of a weight and a bias for the heads that all sequences run, [parts * K * D, C] and [parts * K * D].
 
     Args:
-        weight, bias: [parts * H * D, C], and [parts * H * D] or None, of all heads.
+        weight, bias: [parts * H * D, C], and [parts * H * D] or None, of all heads, in the dtype of x or in another one.
         plan: see `plan_heads`, of one sequence.
         parts: 3 for queries, keys and values, else 1.
         x: tokens, whose dtype the results have.
     """
     _, _, index = plan
+    weight = _as_tried(weight, x)
+    if bias is not None:
+        bias = _as_tried(bias, x)
     sliced, sliced_bias = call("moh_vision_triton::slice_rows", weight, bias, index, parts, x)
     if bias is None:
         return sliced, None
@@ -282,7 +285,14 @@ def slice_columns(weight: Tensor, plan: tuple[Tensor, Tensor, Tensor], x: Tensor
     plan, x: see `slice_rows`.
     """
     _, gates, index = plan
-    return call("moh_vision_triton::slice_columns", weight, gates, index, x)
+    return call("moh_vision_triton::slice_columns", _as_tried(weight, x), gates, index, x)
+
+
+def _as_tried(weight: Tensor, x: Tensor) -> Tensor:
+    """Return a weight in a dtype with which kernels are tried for tokens x: that of x, or float32."""
+    if weight.dtype == x.dtype:
+        return weight
+    return cast(weight, torch.float32)
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:

@@ -1,9 +1,8 @@
 """Find out which Triton kernels work on this machine's GPU.
 
-On a GPU a model calls operators without any measurement: `route`, `project_and_route`, `weigh`, and those that slice weights for
-one choice of all sequences. So each of them
-is compared with PyTorch, forward and backward, before its first call with given dtypes. PyTorch takes the place of an
-operator that fails or differs; the other operators run. `moh_vision.attention.measure` compares attention itself.
+On a GPU a model calls operators without any measurement: `route`, `project_and_route`, `weigh`, and those that slice weights
+for one choice of all sequences. So each of them is compared with PyTorch, forward and backward where it has one, before its
+first call with given dtypes. PyTorch takes the place of an operator that fails or differs; the other operators run. `moh_vision.attention.measure` compares attention itself.
 """
 
 import functools
@@ -264,7 +263,9 @@ def _weigh(device: torch.device, dtype: torch.dtype, weights_dtype: torch.dtype)
 
 def _slice(device: torch.device, dtype: torch.dtype) -> Compared:
     """Compare `plan`, `slice_rows` and `slice_columns`, for tokens in `dtype` and weights in it and in float32."""
-    width = 24
+    # More rows and columns than one program of either kernel copies.
+    channels = 160
+    width = 56
     runs = torch.tensor([True, False, True, False, True])
     heads = len(runs)
     gates = (torch.arange(heads) + 1) / 8
@@ -274,7 +275,7 @@ def _slice(device: torch.device, dtype: torch.dtype) -> Compared:
     )
     x = torch.empty(0, device=device, dtype=dtype)
     for weight_dtype in {dtype, torch.float32}:
-        weight = (eighths((3 * heads * width, C)) / 8).to(device, weight_dtype)
+        weight = (eighths((3 * heads * width, channels)) / 8).to(device, weight_dtype)
         bias = eighths((3 * heads * width,)).to(device, weight_dtype)
         rows, of_bias = OPS.slice_rows(weight, bias, plan[2], 3, x)
         here = of_channels.repeat(3)

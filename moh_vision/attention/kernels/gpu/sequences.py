@@ -64,8 +64,9 @@ COLUMNS = {
     "tf32": ProductBlock(128, 64, 32, 8, 3),
     "float32": ProductBlock(32, 32, 32, 4, 1),
 }
-# The block of the kernels that slice a weight; they multiply nothing.
-SLICE = ProductBlock(rows=16, columns=128, inner=0, warps=4, stages=1)
+# Rows and columns of a weight that a program of the slicing kernels copies.
+SLICED_ROWS = 16
+SLICED_COLUMNS = 128
 
 
 # ---- Plan
@@ -96,7 +97,7 @@ def _plan_kernel(
 
 
 def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Prepare `project`, `project_groups` and `combine` for the heads that each sequence runs.
+    """Prepare `project`, `project_groups`, `combine` and the slices for the heads that each sequence runs.
 
     Args:
         active: bool [S, 1, H].
@@ -420,11 +421,11 @@ def slice_rows(
     if bias is not None:
         sliced_bias = x.new_empty(rows)
         bias = bias.contiguous()
-    programs = cdiv(rows, SLICE.rows) * cdiv(C, SLICE.columns)
+    programs = cdiv(rows, SLICED_ROWS) * cdiv(C, SLICED_COLUMNS)
     if programs:
         tensors = (weight, bias, index, sliced, sliced_bias)
         numbers = (rows, R, C, weight.shape[0] // parts, weight.stride(0))
-        blocks = dict(BLOCK_R=SLICE.rows, BLOCK_C=SLICE.columns, num_warps=SLICE.warps)
+        blocks = dict(BLOCK_R=SLICED_ROWS, BLOCK_C=SLICED_COLUMNS, num_warps=4)
         launch(_slice_rows_kernel, programs, tensors, numbers, **blocks)
     return sliced, sliced_bias
 
@@ -444,10 +445,10 @@ def slice_columns(weight: Tensor, gates: Tensor, index: Tensor, x: Tensor) -> Te
     C = weight.shape[0]
     J = index.shape[1]
     sliced = x.new_empty(C, J)
-    programs = cdiv(C, SLICE.rows) * cdiv(J, SLICE.columns)
+    programs = cdiv(C, SLICED_ROWS) * cdiv(J, SLICED_COLUMNS)
     if programs:
         numbers = (C, J, J // gates.shape[1], weight.stride(0))
-        blocks = dict(BLOCK_C=SLICE.rows, BLOCK_J=SLICE.columns, num_warps=SLICE.warps)
+        blocks = dict(BLOCK_C=SLICED_ROWS, BLOCK_J=SLICED_COLUMNS, num_warps=4)
         tensors = (weight, gates, index, sliced)
         launch(_slice_columns_kernel, programs, tensors, numbers, **blocks)
     return sliced
