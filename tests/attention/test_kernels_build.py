@@ -368,39 +368,38 @@ def test_a_router_that_is_wrong_in_one_dtype_runs_in_others(wrong, check, replac
     assert f"route on cpu in float32 ({what} (" in line
 
 
-def test_a_gpu_without_memory_says_nothing_of_a_kernel(check, replaced, caplog):
-    """It is tried again; what it was in the way of is computed by PyTorch."""
+@pytest.mark.parametrize(
+    "kernel, executor, without, then",
+    [
+        ("weigh", "masked", ["project_and_route"], ["project_and_route", "weigh"]),
+        # Its plan is made again too.
+        (
+            "project_and_route",
+            "packed",
+            ["route", "pairs", "attend_product"],
+            ["route_and_attend"],
+        ),
+    ],
+)
+def test_a_gpu_without_memory_says_nothing_of_a_kernel(
+    kernel, executor, without, then, check, replaced, caplog
+):
+    """It is tried again; what it was in the way of is computed by other operators, or by PyTorch."""
     full = [True]
 
-    def weigh(operator, *given):
+    def run(operator, *given):
         if full:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return operator(*given)
 
-    replaced("weigh", weigh)
-    layer, x = layer_and_tokens("masked")
+    replaced(kernel, run)
+    layer, x = layer_and_tokens(executor)
     for _ in range(2):
-        assert output_and_launches(layer, x)[1] == ["project_and_route"]
+        assert output_and_launches(layer, x)[1] == without
     assert len(caplog.messages) == 1 and "it is tried again" in caplog.messages[0]
     full.clear()
-    assert output_and_launches(layer, x)[1] == ["project_and_route", "weigh"]
-
-
-def test_a_plan_that_was_made_without_memory_is_made_again(check, replaced, caplog):
-    full = [True]
-
-    def project_and_route(operator, *given):
-        if full:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return operator(*given)
-
-    replaced("project_and_route", project_and_route)
-    layer, x = layer_and_tokens("packed")
     for _ in range(2):
-        assert output_and_launches(layer, x)[1] == ["route", "pairs", "attend_product"]
-    full.clear()
-    for _ in range(2):
-        assert output_and_launches(layer, x)[1] == ["route_and_attend"]
+        assert output_and_launches(layer, x)[1] == then
 
 
 def test_slices_that_are_wrong_are_left_to_pytorch(check, replaced, caplog):

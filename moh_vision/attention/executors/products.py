@@ -34,6 +34,12 @@ def heads_that_run(call: Call) -> Tensor:
     return rank.topk(K).indices
 
 
+def plan_heads(layer: nn.Module, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what Triton's kernels read of the heads that each sequence runs, see `kernels.plan_heads`."""
+    gates = in_float(routing.weights)
+    return kernels.plan_heads(routing.active, gates, most_heads(routing), layer.head_dim)
+
+
 class SlicedProducts:
     """For one choice that serves all sequences: plain products of all tokens with the rows of the weight for these heads.
 
@@ -101,9 +107,7 @@ class KernelSlicedProducts(SlicedProducts):
     def __init__(self, layer: nn.Module, call: Call):
         self.layer = layer
         self.call = call
-        routing = call.routing
-        gates = in_float(routing.weights)
-        self.plan = kernels.plan_heads(routing.active, gates, most_heads(routing), layer.head_dim)
+        self.plan = plan_heads(layer, call.routing)
         self.heads = self.plan[0]  # [1, K]
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,9 +142,7 @@ class LookedUpProducts:
     def __init__(self, layer: nn.Module, call: Call):
         self.layer = layer
         self.call = call
-        routing = call.routing
-        gates = in_float(routing.weights)
-        self.plan = kernels.plan_heads(routing.active, gates, most_heads(routing), layer.head_dim)
+        self.plan = plan_heads(layer, call.routing)
         self.heads = self.plan[0]  # [B, K]
         self.weighed = False  # whether `project` multiplied the gates into the values, so that `combine` must not
 
