@@ -423,8 +423,8 @@ class HeadMixtureAttention(RoutedLayer):
         if plan.operator == ROUTE_SEQUENCES_AND_ATTEND:
             read = read_of_sequences(x, condition, padded)
             padded = None  # the mean token is no padding
-            known = read.dtype == x.dtype or kernels.routes(read, plan.dtype, form.linear)
-            if not known:
+            dtypes = (read.dtype, plan.dtype, form.linear)
+            if read.dtype != x.dtype and not kernels.routes(x.device, *dtypes):
                 return call._replace(plan=plan)
         projection = modules["qkv"]._parameters
         weights = (projection["weight"], projection["bias"])

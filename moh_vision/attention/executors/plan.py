@@ -116,9 +116,7 @@ def operator_of(signature: Signature, attends: bool) -> str:
     s = signature
     if s.path != "triton" or s.mode == "traced" or s.context or s.cache:
         return ""
-    if not all(dtype in DTYPES for dtype in (s.given, s.dtype, s.joint, s.linear)):
-        return ""
-    if not kernels.works("project_and_route", s.device, s.given, s.dtype, s.linear):
+    if s.joint not in DTYPES or not kernels.routes(s.device, s.given, s.dtype, s.linear):
         return ""
     if s.choice == "sequence":
         # Other executors do not want the product of all heads.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import kernels
+from moh_vision.attention.executors.reasons import has_triton_products
 from moh_vision.attention.executors.signature import Signature
-from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.linear import cast_bias, in_float, without_autocast
 from moh_vision.attention.routing import Call, Routing
 
@@ -262,8 +262,7 @@ def products_of(signature: Signature, not_looked_up: str) -> type[Products]:
     """
     if signature.one_weight():
         s = signature
-        on_gpu = s.path == "triton" and s.mode != "traced" and s.dtype in DTYPES
-        if on_gpu and not s.gradients and kernels.works("slice", s.device, s.dtype):
+        if has_triton_products(s) and kernels.works("slice", s.device, s.dtype):
             return KernelSlicedProducts
         return SlicedProducts
     if not not_looked_up:

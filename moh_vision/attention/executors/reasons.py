@@ -101,7 +101,7 @@ def path_of(signature: Signature) -> str:
 
 def not_tiled(signature: Signature) -> str:
     """Return why products of looked-up rows cannot take a call's tokens or would be slower than those of all rows."""
-    if not looks_up_heads(signature):
+    if not has_triton_products(signature):
         return NO_LOOK_UP
     if not kernels.fills_tiles(signature.tokens):
         return HALF_EMPTY_TILES
@@ -111,13 +111,13 @@ def not_tiled(signature: Signature) -> str:
 def not_looked_up(signature: Signature) -> str:
     """Return why `LookedUpProducts` cannot run attention on a GPU or would be slower than all heads."""
     at_once = signature.joint is not None and not signature.context
-    if looks_up_heads(signature) and not at_once:
+    if has_triton_products(signature) and not at_once:
         return NOT_ONE_PRODUCT
     return not_tiled(signature)
 
 
-def looks_up_heads(signature: Signature) -> bool:
-    """Return whether Triton's products that look up the rows of each sequence's heads, without gradients, have a call."""
+def has_triton_products(signature: Signature) -> bool:
+    """Return whether Triton's kernels that read the weights of the heads that run, without gradients, have a call."""
     s = signature
     on_gpu = s.path == "triton" and s.mode != "traced"
     return on_gpu and s.dtype in DTYPES and not s.gradients

@@ -72,15 +72,12 @@ def attend_path(
     return "torch"
 
 
-def routes(x: Tensor, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    """Return whether the Triton operators that project and route work.
+def routes(device: torch.device, *dtypes: torch.dtype | None) -> bool:
+    """Return whether the Triton operators that project and route work on a device.
 
-    Args:
-        x: what the router reads.
-        dtype: of the product.
-        weight_dtype: of the router's weight.
+    dtypes: of what the router reads, of the product, and of the router's weight.
     """
-    return x.dtype in DTYPES and works("project_and_route", x.device, x.dtype, dtype, weight_dtype)
+    return all(dtype in DTYPES for dtype in dtypes) and works("project_and_route", device, *dtypes)
 
 
 def list_pairs(active: Tensor) -> Pairs:

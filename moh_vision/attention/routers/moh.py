@@ -100,9 +100,8 @@ class MoHRouter(TopKRouter):
             if weight is None:
                 return None
             if is_proxy:
-                weight = (
-                    linear.weight
-                )  # a proxy too: the graph then reads the module's weight when it runs
+                # A proxy too: the graph then reads the module's weight when it runs.
+                weight = linear.weight
             weights.append(weight)
         if not weights:
             weights.append(x.new_zeros((0, x.shape[-1])))

@@ -2,7 +2,8 @@
 
 On a GPU a model calls operators without any measurement: `route`, `project_and_route`, `weigh`, and those that slice weights
 for one choice of all sequences. So each of them is compared with PyTorch, forward and backward where it has one, before its
-first call with given dtypes. PyTorch takes the place of an operator that fails or differs; the other operators run. `moh_vision.attention.measure` compares attention itself.
+first call with given dtypes. PyTorch takes the place of an operator that fails or differs; the other operators run.
+`moh_vision.attention.measure` compares attention itself.
 """
 
 import functools

@@ -15,16 +15,14 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = (
-    16  # bytes: Triton compiles another kernel for tensors that do not begin at a multiple of them
-)
+# Bytes. Triton compiles another kernel for tensors that do not begin at a multiple of them.
+ALIGNMENT = 16
 MOST_KEPT = 4096  # texts of every length have a key each
 # On AMD's cards a kernel also depends on whether a tensor is larger than 2 GiB, which the key does not have.
 KEEPS = torch.version.hip is None
 
-_kept: dict[
-    tuple, tuple[Any, tuple]
-] = {}  # key -> compiled kernel, values of its constants in their order
+# Key -> a compiled kernel, and the values of its constants in their order.
+_kept: dict[tuple, tuple[Any, tuple]] = {}
 
 
 def launch(

@@ -381,10 +381,16 @@ def _attended(outputs, read, x, *weights_and_settings):
 
 
 _ATTENDED = "int kv_heads, bool is_causal, Tensor? mask"
+_ATTENDED_OUTPUTS = (
+    "(Tensor o, Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
+    "Tensor product, Tensor lse, Tensor token, Tensor offsets)"
+)
+# What `differentiate` must know of these outputs.
+_OF_ATTENDED_OUTPUTS = dict(
+    kept=(0, 1, 3, 6, 7, 8, 9), constant=(2, 5, 6, 7, 8, 9), returned=6, reads_outputs=True
+)
 define(
-    f"route_and_attend(Tensor exact, {_PROJECTION}, {_ATTENDED}, {_FURTHER}) -> (Tensor o, "
-    "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
-    "Tensor product, Tensor lse, Tensor token, Tensor offsets)",
+    f"route_and_attend(Tensor exact, {_PROJECTION}, {_ATTENDED}, {_FURTHER}) -> {_ATTENDED_OUTPUTS}",
     route_attend.forward,
     _fake_route_and_attend,
 )
@@ -398,11 +404,8 @@ differentiate(
     f"{NAME}::route_and_attend",
     _route_and_attend_oracle,
     _route_and_attend_gradients,
-    kept=(0, 1, 3, 6, 7, 8, 9),
-    constant=(2, 5, 6, 7, 8, 9),
     dropped=(0,),
-    reads_outputs=True,
-    returned=6,
+    **_OF_ATTENDED_OUTPUTS,
 )
 
 
@@ -427,9 +430,8 @@ def _sequences_gradients(grads, inputs, outputs):
 
 
 define(
-    f"route_sequences_and_attend(Tensor read, {_PROJECTION}, {_ATTENDED}, {_FURTHER}) -> (Tensor o, "
-    "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, "
-    "Tensor product, Tensor lse, Tensor token, Tensor offsets)",
+    f"route_sequences_and_attend(Tensor read, {_PROJECTION}, {_ATTENDED}, {_FURTHER})"
+    f" -> {_ATTENDED_OUTPUTS}",
     route_attend.forward,
     _fake_route_and_attend,
 )
@@ -444,10 +446,7 @@ differentiate(
     f"{NAME}::route_sequences_and_attend",
     _attended,
     _sequences_gradients,
-    kept=(0, 1, 3, 6, 7, 8, 9),
-    constant=(2, 5, 6, 7, 8, 9),
-    reads_outputs=True,
-    returned=6,
+    **_OF_ATTENDED_OUTPUTS,
 )
 
 
